@@ -183,8 +183,8 @@ blanks=$(find . -name '*.lisp' -o -name '*.lisp-expr' -o -name '*.[ch]' \
 [ ! "$blanks" ] || die "tabs or trailing blanks, take them out:" $blanks
 cd "$root"
 edited=$(edited_files "$build/laid.tmp")
-[ ! "$edited" ] || die "edited in $tree; run 'sh tools-for-build/make-patch.sh'" \
-    "to take these home, or remove them there:" $edited
+[ ! "$edited" ] || die "edited in $tree, and would be lost (take them home with" \
+    "'sh tools-for-build/make-patch.sh --all', or remove them there):" $edited
 
 if [ ! -d "$tree" ]; then
     rm -f "$build/built"

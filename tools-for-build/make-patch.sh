@@ -60,6 +60,7 @@ for file; do
     patched "$temp/patch" "$original" "$temp/again" &&
         cmp -s "$temp/again" "$tree/$file" ||
         die "the patch of $file does not make $tree/$file again"
+    mkdir -p "${patch%/*}"
     cp "$temp/patch" "$patch"
-    say "$file.patch: $(grep -c '^[-+]' "$patch") lines changed"
+    say "$file.patch: $(sed 1,2d "$patch" | grep -c '^[-+]') lines changed"
 done
