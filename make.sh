@@ -229,7 +229,10 @@ built() {
 }
 
 # The stems that SBCL compiles with itself: the second list of the build order.
-warm() { sed -n '/^((/,$s/;.*//p' "$tree/src/cold/build-order.lisp-expr" | grep -q "\"$1\""; }
+warm() {
+    sed -n '/^((/,${s/;.*//;p;}' "$tree/src/cold/build-order.lisp-expr" |
+        grep -q "\"$1\""
+}
 
 runtime=false headers=false warm=false contribs=false all=false
 sed '/^[0-9a-fu]/!d' "$build/built" 2>/dev/null |
