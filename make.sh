@@ -2,7 +2,8 @@
 # Build SBCL with fibers in build/sbcl: fetch the release of SBCL named in
 # UPSTREAM, lay the fork's files and patches over it, run SBCL's own make.sh.
 #
-# usage: sh make.sh [--again] [OPTION]...
+# usage: sh make.sh [--again | OPTION...]
+#        sh make.sh --source     only fetch and unpack the release
 #
 #   --again     the options of the last build, whatever they were
 #   OPTION      one of SBCL's make-config.sh: --prefix=, --xc-host=,
@@ -34,6 +35,8 @@ rm -rf "$build"/*.tmp
 trap 'rm -rf "$build"/*.tmp' EXIT
 trap 'exit 130' HUP INT TERM
 
+source_only=false
+if [ "${1-}" = --source ]; then shift; source_only=true; fi
 if [ "${1-}" = --again ]; then
     shift
     if [ -f "$build/options" ]; then
@@ -169,6 +172,8 @@ if [ "$from" = directory ] ||
     shift
     echo "$release $from" >"$build/upstream-from"
 fi
+
+if $source_only; then exit; fi
 
 ### The fork's files, over it in $tree
 

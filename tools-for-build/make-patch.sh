@@ -3,7 +3,7 @@
 # the file itself if it is the fork's own.
 #
 # usage: sh tools-for-build/make-patch.sh FILE...
-#        sh tools-for-build/make-patch.sh --all     all that make.sh calls edited
+#        sh tools-for-build/make-patch.sh --all     all edited, and all patched
 #
 # FILE is src/code/unix.lisp, build/sbcl/src/code/unix.lisp, or
 # src/code/unix.lisp.patch.  A file that is upstream's again loses its patch.
@@ -14,53 +14,64 @@ root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 
 [ $# -gt 0 ] || { sed -n '2,/^$/{s/^# \{0,1\}//p;}' "$0"; exit 1; }
 [ -d "$tree" ] || die "there is no $tree: run 'sh make.sh'"
-temp=$build/make-patch.tmp
+temp=$(mktemp -d)
 trap 'rm -rf "$temp"' EXIT
-rm -rf "$temp"
-mkdir "$temp"
-if [ "$1" = --all ]; then set -- $(edited_files "$temp"); fi
+if [ "$1" = --all ]; then
+    set -- $({ edited_files; fork_files | grep '\.patch$'; } | sed 's/\.patch$//' | sort -u)
+fi
 
-# same A B: the same contents, or neither there.
-same() { cmp -s "$1" "$2" || { [ ! -e "$1" ] && [ ! -e "$2" ]; }; }
+# From here on, $file is laid as it is edited.
+in_step() {
+    mkdir -p "$(dirname "$build/laid/$file")"
+    cp "$edited" "$build/laid/$file"
+}
 
 for file; do
     file=${file#"$PWD"/} file=${file#"$tree"/} file=${file#build/sbcl/}
     file=${file#./} file=${file%.patch}
     original=$build/upstream/$file patch=$root/$file.patch
-    [ -f "$tree/$file" ] || die "there is no $tree/$file"
+    edited=$tree/$file laid=$build/laid/$file here=$temp/here
+    [ -f "$edited" ] || die "there is no $edited"
+    [ -f "$laid" ] || laid=$original
     if [ ! -f "$original" ]; then
-        same "$root/$file" "$build/laid/$file" || same "$root/$file" "$tree/$file" ||
-            die "$file is edited both here and in $tree: merge them by hand"
-        if same "$root/$file" "$tree/$file"; then continue; fi
-        mkdir -p "$root/${file%/*}"
-        cp "$tree/$file" "$root/$file"
+        here=$root/$file
+    elif [ -f "$patch" ]; then
+        patched "$patch" "$original" "$here" || die "$file.patch does not apply"
+    else
+        cp "$original" "$here"
+    fi
+
+    # What is here must be what was laid, and then edited: else the changes of
+    # whoever touched it here since would go.
+    if ! cmp -s "$here" "$edited" && [ -f "$laid" ] && ! cmp -s "$here" "$laid"; then
+        ! cmp -s "$edited" "$laid" ||
+            die "$file has changed here since it was laid: run make.sh first"
+        die "$file has changed since it was laid both here and in $tree:" \
+            "merge it by hand"
+    fi
+
+    if [ ! -f "$original" ]; then
+        if cmp -s "$edited" "$here"; then continue; fi
+        mkdir -p "${here%/*}"
+        cp "$edited" "$here"
+        in_step
         say "$file: copied"
         continue
     fi
-    # What the patch here makes must be what was laid, and then edited: else
-    # the changes of whoever touched the patch since would go.
-    if [ -f "$patch" ]; then
-        patched "$patch" "$original" "$temp/now" || die "$file.patch does not apply"
-    else
-        cp "$original" "$temp/now"
-    fi
-    if [ -f "$build/laid/$file" ]; then laid=$build/laid/$file; else laid=$original; fi
-    cmp -s "$temp/now" "$laid" || cmp -s "$temp/now" "$tree/$file" ||
-        die "$file.patch has changed since make.sh laid it, and the file was" \
-            "edited in $tree: put the patch back as it was, or merge by hand"
-    if cmp -s "$tree/$file" "$temp/now"; then continue; fi
-    if cmp -s "$original" "$tree/$file"; then
-        rm "$patch"
-        say "$file.patch: removed"
+    if cmp -s "$edited" "$original"; then
+        [ ! -f "$patch" ] || { rm "$patch"; say "$file.patch: removed"; }
+        rm -f "$build/laid/$file"
         continue
     fi
     # Names without dates, or the patch would differ each time.
-    diff -U1 --label "a/$file" --label "b/$file" "$original" "$tree/$file" \
+    diff -U1 --label "a/$file" --label "b/$file" "$original" "$edited" \
          >"$temp/patch" || [ $? = 1 ] || die "cannot compare $file"
     patched "$temp/patch" "$original" "$temp/again" &&
-        cmp -s "$temp/again" "$tree/$file" ||
-        die "the patch of $file does not make $tree/$file again"
+        cmp -s "$temp/again" "$edited" ||
+        die "the patch of $file does not make $edited again"
+    if cmp -s "$temp/patch" "$patch"; then continue; fi
     mkdir -p "${patch%/*}"
     cp "$temp/patch" "$patch"
+    in_step
     say "$file.patch: $(sed 1,2d "$patch" | grep -c '^[-+]') lines changed"
 done
