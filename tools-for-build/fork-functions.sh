@@ -22,24 +22,31 @@ die() { say "${0##*/}: $*"; exit 1; }
 # See to it that every command is in PATH and every path is there.  Debian's
 # packages of those that are not get installed, if we may.
 need() {
-    missing=
+    packages=$(missing "$@")
+    [ "$packages" ] || return 0
+    install="apt-get install -y --no-install-recommends $packages"
+    command -v apt-get >/dev/null || die "please install first: $packages"
+    [ "$(id -u)" = 0 ] || die "something is missing; run: sudo $install"
+    say "Installing $packages"
+    export DEBIAN_FRONTEND=noninteractive
+    # A fresh machine has no lists, and an old one lists of files now gone.
+    $install </dev/null >&2 ||
+        { apt-get update </dev/null >&2 && $install </dev/null >&2; } ||
+        die "could not install $packages; run '$install' and see why"
+    packages=$(missing "$@")
+    [ ! "$packages" ] || die "installed, but not to be found: $packages"
+}
+
+missing() (
+    packages=
     for item; do
         case ${item#*=} in
             /*) [ -e "${item#*=}" ] ;;
             *) command -v "${item#*=}" >/dev/null ;;
-        esac || missing="$missing ${item%%=*}"
+        esac || packages="$packages ${item%%=*}"
     done
-    [ "$missing" ] || return 0
-    install="apt-get install -y --no-install-recommends$missing"
-    command -v apt-get >/dev/null || die "please install first:$missing"
-    [ "$(id -u)" = 0 ] || die "something is missing; run: sudo $install"
-    say "Installing$missing"
-    export DEBIAN_FRONTEND=noninteractive
-    # A fresh or an old machine has no lists, or lists of files now gone.
-    $install </dev/null >&2 ||
-        { apt-get update </dev/null >&2 && $install </dev/null >&2; } ||
-        die "could not install$missing; run '$install' and see why"
-}
+    echo $packages
+)
 
 release=$(sed -n 's/^release //p' "$root/UPSTREAM")
 
