@@ -115,7 +115,7 @@ find_source() {
             source=$build/$name
             ! [ -f "$source" ] || known_sum "$source" ||
                 die "$source has a wrong SHA-256 sum: remove it and run again"
-            if [ -f "$source" ]; then from=${sum%% *}; return; fi
+            if [ -f "$source" ]; then from=$sum; return; fi
         done
         # Unpacked before, and the archive removed since.
         source=
@@ -123,7 +123,7 @@ find_source() {
         if grep -q "^${from:-none}  " "$root/UPSTREAM"; then return; fi
         fetch
     fi
-    from=${sum%% *}
+    from=$sum
 }
 
 fetch() {
@@ -150,11 +150,12 @@ if [ "$from" = directory ] ||
        [ "$(cat "$build/upstream-from" 2>/dev/null)" != "$release $from" ]; then
     mkdir "$build/unpack.tmp"
     if [ "$from" = directory ]; then
+        [ -f "$source/make-config.sh" ] || die "$source is not SBCL's source"
         mkdir "$build/unpack.tmp/sbcl"
         tar -C "$source" --exclude=./.git -cf - . |
             tar -C "$build/unpack.tmp/sbcl" -xf -
         (cd "$build/unpack.tmp/sbcl" && sh clean.sh) >/dev/null 2>&1 ||
-            die "$source is not a directory of SBCL's source"
+            die "cannot clean a copy of $source: clean it yourself"
     else
         say "Unpacking ${source##*/}"
         tar -C "$build/unpack.tmp" -xf "$source" || die "cannot unpack $source"
@@ -217,8 +218,7 @@ echo "\"$release.fibers\"" >"$tree/version.lisp-expr"
 
 ### What has to be built: $build/built tells of what the last build was made
 
-{ echo "release $release $from"
-  sed 's/^/option /' "$build/options.tmp"; } >"$build/header.tmp"
+sed 's/^/option /' "$build/options.tmp" >"$build/header.tmp"
 (cd "$build/laid" && find . -type f | sort | xargs -r sha256sum) >"$build/sums.tmp"
 
 # built [FILE]: say that all has been built, except those listed in FILE, of
@@ -244,7 +244,7 @@ sed '/^[0-9a-fu]/!d' "$build/built" 2>/dev/null |
     sort - "$build/sums.tmp" | uniq -u | awk '{ print $2 }' |
     sort -u >"$build/changed.tmp"
 if [ ! -f "$build/built" ] ||
-       ! sed '/^[ro]/!d' "$build/built" | cmp -s - "$build/header.tmp"; then
+       ! sed '/^option/!d' "$build/built" | cmp -s - "$build/header.tmp"; then
     all=true
 fi
 while read -r file; do

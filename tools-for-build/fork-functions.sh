@@ -9,6 +9,7 @@
 #   cache/      fasls of ASDF systems, compiled by the SBCL in sbcl/
 
 build=${SBCL_BUILD:-$root/build}
+case $build in /*) ;; *) build=$PWD/$build ;; esac
 tree=$build/sbcl
 # SBCL's make-config.sh asks git for a version, and would be told this
 # repository's.
@@ -50,9 +51,9 @@ missing() (
 
 release=$(sed -n 's/^release //p' "$root/UPSTREAM")
 
-# known_sum FILE: fails unless FILE is an archive whose sum is in UPSTREAM.
+# known_sum FILE: set $sum to FILE's; fail if it is not in UPSTREAM.
 known_sum() {
-    sum=$(sha256sum <"$1") && grep -q "^${sum%% *} " "$root/UPSTREAM"
+    sum=$(sha256sum <"$1") && sum=${sum%% *} && grep -q "^$sum " "$root/UPSTREAM"
 }
 
 # The files of the fork that go into the tree, relative to the root: all in

@@ -7,7 +7,7 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
-(defpackage "SB-FIBER-TEST"
+(defpackage "SB-FIBER-TESTS"
   (:use "COMMON-LISP" "FIVEAM"
         ;; A plain build has no such package: every suite says so itself.
         . #.(when (find-package "SB-FIBER") '("SB-FIBER"))))
