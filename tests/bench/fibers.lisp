@@ -1,0 +1,113 @@
+;;;; benchmarks of fibers; see run.sh
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(defpackage "SB-FIBER-BENCH"
+  (:use "COMMON-LISP" "SB-FIBER" "SB-THREAD"))
+
+(in-package "SB-FIBER-BENCH")
+
+(declaim (optimize (speed 1) (safety 1) (debug 0)))
+
+;;;; Measuring
+
+(defparameter *carriers* (parse-integer (sb-ext:posix-getenv "P")))
+
+(defun nanoseconds ()
+  (multiple-value-bind (seconds nanoseconds)
+      (sb-unix:clock-gettime sb-unix:clock-monotonic)
+    (+ (* seconds 1000000000) nanoseconds)))
+
+(defun run-together (group functions)
+  "Call each of FUNCTIONS in a fiber of GROUP. Return the nanoseconds until all have returned."
+  (let* ((start (nanoseconds))
+         (fibers (mapcar #'make-fiber functions)))
+    (dolist (fiber fibers) (submit-fiber group fiber))
+    (mapc #'fiber-join fibers)
+    (- (nanoseconds) start)))
+
+;;; The fibers are made and joined by a fiber: on one carrier none runs before all are made.
+(defun one-round (group functions)
+  (fiber-join (submit-fiber group (make-fiber (lambda () (run-together group functions))))))
+
+(defun median (numbers)
+  (nth (floor (length numbers) 2) (sort (copy-list numbers) #'<)))
+
+(defun rounds (make-functions)
+  "Measure six rounds of what MAKE-FUNCTIONS returns, a list of functions to call in fibers.
+Return the nanoseconds of the first round and the median of the others."
+  (let* ((group (start-fibers nil :carrier-count *carriers*))
+         (results (loop repeat 6
+                        collect (one-round group (funcall make-functions)))))
+    (finish-fibers group)
+    (values (first results) (median (rest results)))))
+
+;;;; The benchmarks
+
+(defun bench-switch (n &optional (bindings 0))
+  (let ((symbols (loop repeat bindings collect (gensym))))
+    (flet ((yield-repeatedly ()
+             (progv symbols symbols
+               (loop repeat n do (fiber-yield)))))
+      (multiple-value-bind (first later)
+          (rounds (lambda () (list #'yield-repeatedly #'yield-repeatedly)))
+        (format t "RESULT switch sbcl-fiber n=~D bindings=~D first_ns=~,1F ns=~,1F~%"
+                n bindings (/ first (* 2 n)) (/ later (* 2 n)))))))
+
+(defun bench-create (n)
+  (multiple-value-bind (first later)
+      (rounds (lambda () (make-list n :initial-element #'fiber-yield)))
+    (format t "RESULT create sbcl-fiber n=~D first_ms=~,3F ms=~,3F us_per_fiber=~,4F~%"
+            n (/ first 1000000) (/ later 1000000) (/ later 1000 n))))
+
+(defun take-turns (name n make-functions)
+  "Print the time of one of N turns of each of the two functions that MAKE-FUNCTIONS returns."
+  (multiple-value-bind (first later) (rounds make-functions)
+    (format t "RESULT ~A sbcl-fiber p=~D n=~D first_ns=~,1F ns=~,1F~%"
+            name *carriers* n (/ first (* 2 n)) (/ later (* 2 n)))))
+
+;;; Two fibers, three mutexes in a circle. Each fiber holds one, takes the next, and then releases
+;;; the one that it held. On one carrier the next is always held by the other fiber, which is
+;;; woken by the release: each turn is one wait and one wake-up.
+(defun climber (mutexes first n)
+  "Return a function that goes N times from a mutex of MUTEXES to the next, from FIRST on."
+  (flet ((mutex (i) (svref mutexes (mod (+ first i) 3))))
+    (lambda ()
+      (grab-mutex (mutex 0))
+      (loop for i from 0 below n
+            do (grab-mutex (mutex (1+ i)))
+               (release-mutex (mutex i)))
+      (release-mutex (mutex n)))))
+
+(defun bench-mutex (n)
+  (take-turns "mutex" n
+              (lambda ()
+                (let ((mutexes (coerce (loop repeat 3 collect (make-mutex)) 'simple-vector)))
+                  (list (climber mutexes 0 n) (climber mutexes 1 n))))))
+
+(defun player (mutex queue ball me other n)
+  "Return a function that waits until the car of BALL is ME and makes it OTHER, N times."
+  (lambda ()
+    (with-mutex (mutex)
+      (loop repeat n
+            do (loop until (eq (car ball) me) do (condition-wait queue mutex))
+               (setf (car ball) other)
+               (condition-notify queue)))))
+
+(defun bench-condvar (n)
+  (take-turns "condvar" n
+              (lambda ()
+                (let ((mutex (make-mutex)) (queue (make-waitqueue)) (ball (list :ping)))
+                  (list (player mutex queue ball :ping :pong n)
+                        (player mutex queue ball :pong :ping n))))))
+
+(defun main (name &rest numbers)
+  (let ((bench (find-symbol (format nil "BENCH-~:@(~A~)" name) "SB-FIBER-BENCH")))
+    (apply bench (mapcar #'parse-integer numbers))))
+
+(apply #'main (rest sb-ext:*posix-argv*))

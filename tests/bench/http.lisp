@@ -1,0 +1,42 @@
+;;;; hello world with Hunchentoot, to be measured from outside; see run.sh
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(require :asdf)
+(asdf:load-asd (merge-pathnames "../../contrib/sb-fiber-hunchentoot/sb-fiber-hunchentoot.asd"
+                                *load-truename*))
+(handler-bind ((warning #'muffle-warning))
+  (let ((*standard-output* (make-broadcast-stream)))
+    ;; An image without fibers can serve from threads.
+    (asdf:load-system #+sb-fiber "sb-fiber-hunchentoot" #-sb-fiber "hunchentoot")))
+
+(defun make-taskmaster (kind carriers)
+  (cond ((string= kind "fibers")
+         (make-instance (uiop:find-symbol* "FIBER-TASKMASTER" "SB-FIBER-HUNCHENTOOT")
+                        :carrier-count carriers))
+        ((string= kind "threads")
+         (make-instance 'hunchentoot:one-thread-per-connection-taskmaster
+                        :max-thread-count 20000 :max-accept-count 40000))
+        (t (error "~S is neither fibers nor threads." kind))))
+
+(hunchentoot:define-easy-handler (hello :uri "/") ()
+  (setf (hunchentoot:content-type*) "text/plain")
+  "Hello, World!")
+
+(defun serve (port kind &optional (carriers (sb-ext:posix-getenv "P")))
+  (hunchentoot:start
+   (make-instance 'hunchentoot:easy-acceptor
+                  :address "127.0.0.1" :port (parse-integer port)
+                  :listen-backlog 4096
+                  :access-log-destination nil :message-log-destination nil
+                  :taskmaster (make-taskmaster kind (parse-integer carriers))))
+  (format t "Listening on 127.0.0.1:~A, serving from ~A~%" port kind)
+  (finish-output)
+  (loop (sleep 3600)))
+
+(apply #'serve (cddr sb-ext:*posix-argv*))

@@ -1,0 +1,35 @@
+#!/bin/sh
+# Run a benchmark of fibers. Prints RESULT BENCH sbcl-fiber KEY=VALUE...
+#
+# usage: tests/bench/run.sh BENCH ARGUMENT...
+#
+#   switch N [BINDINGS]   two fibers yield to each other N times each, with
+#                         BINDINGS special bindings: ns for each switch
+#   create N              N fibers are made, each yields once and ends: ms for
+#                         all, us for each
+#   mutex N               two fibers pass mutexes to each other N times each: ns
+#                         for each time
+#   condvar N             the same with a condition variable
+#   http PORT fibers|threads [CARRIERS]
+#                         hello world with Hunchentoot on 127.0.0.1, until killed
+#
+# first_ns and first_ms are of the first round of the process, ns and ms the
+# median of the five after it.
+#
+# environment:
+#   P      how many carriers: by default 1, and a carrier for each processor
+#          with http
+#   SBCL   another Lisp to run
+
+set -eu
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+
+case ${1-} in
+    switch | create | mutex | condvar) file=fibers.lisp P=${P:-1} ;;
+    http) file=http.lisp P=${P:-$(nproc)} ;;
+    *) sed -n '2,/^$/{s/^# \{0,1\}//p;}' "$0" >&2; exit 2 ;;
+esac
+[ $# -ge 2 ] || { echo "${0##*/}: $1 needs an argument" >&2; exit 2; }
+export P
+ulimit -n "$(ulimit -Hn)"
+exec ${SBCL:-sh "$here/../../run-sbcl.sh"} --script "$here/$file" "$@"
