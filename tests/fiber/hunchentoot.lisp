@@ -7,7 +7,7 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
-(in-package "SB-FIBER-TEST")
+(in-package "SB-FIBER-TESTS")
 
 (asdf:load-asd (merge-pathnames "../../contrib/sb-fiber-hunchentoot/sb-fiber-hunchentoot.asd"
                                 *load-truename*))
