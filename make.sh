@@ -46,24 +46,13 @@ if [ "${1-}" = --again ]; then
 fi
 if [ $# -gt 0 ]; then printf '%s\n' "$@"; fi >"$build/options.tmp"
 
-### What SBCL's build needs
-
-host=sbcl fancy=false
+need $(build_needs "$@")
+host=sbcl
 for option; do
-    case $option in
-        --xc-host=*) host=${option#*=} ;;
-        --fancy | --with-sb-core-compression) fancy=true ;;
-    esac
+    case $option in --xc-host=*) host=${option#*=} ;; esac
 done
-host=${host%% *}
-if [ "$host" = sbcl ]; then need sbcl; fi
-command -v "$host" >/dev/null ||
-    die "there is no $host: give --xc-host=COMMAND, a Common Lisp to build with"
-compiler=${CC:-cc}
-need gcc="${compiler%% *}" make="${GNUMAKE:-make}" xz-utils=xz patch diffutils=diff
-compiles() { echo "#include <$1>" | $compiler -E - >/dev/null 2>&1; }
-compiles stdio.h || need libc6-dev=/usr/include/stdio.h
-! $fancy || compiles zstd.h || need libzstd-dev=/usr/include/zstd.h
+command -v "${host%% *}" >/dev/null ||
+    die "there is no ${host%% *}: --xc-host= must name a Common Lisp to build with"
 
 ### The release, in $build/upstream
 

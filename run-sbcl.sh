@@ -9,7 +9,7 @@ root=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 
 [ -f "$build/built" ] || die "there is no whole build in $build: run 'sh make.sh'"
 # A fiber costs no thread, but a connection still costs a descriptor.
-ulimit -n "$(ulimit -Hn)"
+ulimit -n "$(ulimit -Hn)" 2>/dev/null || :
 # Another SBCL of the same version may have compiled what is in the usual place.
 : "${ASDF_OUTPUT_TRANSLATIONS:=/:$build/cache/}"
 export ASDF_OUTPUT_TRANSLATIONS

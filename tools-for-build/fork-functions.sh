@@ -49,6 +49,23 @@ missing() (
     echo $packages
 )
 
+# What make.sh needs, for need, with the host Lisp and options of the build.
+build_needs() {
+    compiler=${CC:-cc}
+    echo gcc="${compiler%% *}" make="${GNUMAKE:-make}" xz-utils=xz patch diffutils=diff
+    compiles stdio.h || echo libc6-dev=/usr/include/stdio.h
+    host=sbcl
+    for option; do
+        case $option in
+            --xc-host=*) host=${option#*=} ;;
+            --fancy | --with-sb-core-compression)
+                compiles zstd.h || echo libzstd-dev=/usr/include/zstd.h ;;
+        esac
+    done
+    case $host in sbcl | "sbcl "*) echo sbcl ;; esac
+}
+compiles() { echo "#include <$1>" | ${CC:-cc} -E - >/dev/null 2>&1; }
+
 release=$(sed -n 's/^release //p' "$root/UPSTREAM")
 
 # known_sum FILE: set $sum to FILE's; fail if it is not in UPSTREAM.

@@ -8,7 +8,9 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
 . "$root/tools-for-build/fork-functions.sh"
 
-need cl-hunchentoot=/usr/share/common-lisp/source/hunchentoot
+needs=cl-hunchentoot=/usr/share/common-lisp/source/hunchentoot
+[ -f "$build/built" ] || needs="$needs $(build_needs)"
+need $needs
 sh "$root/make.sh" --again
 exec sh "$root/run-sbcl.sh" "$@" \
      --load "$root/contrib/sb-fiber-hunchentoot/demo.lisp"
