@@ -1,0 +1,282 @@
+;;;; what stands in for the system calls that wait
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; The callers are streams, SB-UNIX and SB-BSD-SOCKETS. In a thread each function here does
+;;; what the system call does. In a fiber the call is tried in a way that cannot
+;;; wait; if it would, the fiber parks until the descriptor is ready and tries again.
+;;;
+;;; What cannot wait differs from file to file, and is kept in the descriptor's cell:
+;;;   :SOCKET  recv(2), send(2) with MSG_DONTWAIT
+;;;   :PIPE    preadv2(2), pwritev2(2) with RWF_NOWAIT
+;;;   :POLL    poll(2) before the call: terminals and other devices
+;;;   :PLAIN   the call itself: regular files, which are never "not ready"
+;;; No flag of the file is changed for it, since others may share the file.
+
+(define-condition descriptor-closed (error)
+  ((descriptor :initarg :descriptor :reader descriptor-closed-descriptor))
+  (:report (lambda (condition stream)
+             (format stream "The file descriptor ~D was closed while a fiber waited for it."
+                     (descriptor-closed-descriptor condition))))
+  (:documentation "Signalled in a fiber that waits for a descriptor when another closes it."))
+
+;;;; waiting for a descriptor
+
+(defconstant errno-eperm 1)
+(defconstant errno-einprogress 115)
+
+(defun wait-for-fd (fiber cell direction deadline)
+  "Park FIBER until the descriptor of CELL is ready for DIRECTION. Returns :READY, :CLOSED, :TIMEOUT,
+:INTERRUPTED, or :PLAIN if it is of a kind that is always ready. With interrupts off."
+  (let* ((scheduler (nearest-scheduler fiber))
+         (errno (add-waiter cell fiber direction (scheduler-poller scheduler))))
+    (unless (= errno 0)
+      (return-from wait-for-fd (if (= errno errno-eperm) :plain :closed)))
+    (loop
+      (park cell deadline)
+      (let ((result (fiber-wait-result fiber)))
+        (cond ((eq result :closing) (setf deadline nil)) ; the closer is about to let go
+              (result (return result))
+              ((fiber-interruptions fiber)
+               (return (if (remove-waiter cell fiber direction) :interrupted :ready)))
+              ((deadline-passed-p deadline)
+               (when (remove-waiter cell fiber direction) (return :timeout))))))))
+
+(declaim (ftype (sfunction ((unsigned-byte 20) (mod 3) (or null fixnum)) boolean) park-on-fd))
+(defun park-on-fd (fd direction deadline)
+  "Wait until FD is ready for DIRECTION; return false when DEADLINE comes first. Signals
+DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
+  (let ((fiber (truly-the fiber *current-thread*))
+        (cell (find-fd-cell fd t)))
+    (loop
+      (let ((result (without-interruptions (wait-for-fd fiber cell direction deadline))))
+        (cond ((eq result :ready) (return t))
+              ((eq result :timeout) (return nil))
+              ((eq result :interrupted) (run-allowed-interruptions fiber))
+              ((eq result :closed) (error 'descriptor-closed :descriptor fd))
+              (t (setf (fd-cell-kind cell) :plain)
+                 (return t)))))))
+
+(defun parkable-fd-p (fd)
+  (and (typep fd '(unsigned-byte 20)) (can-park-p)))
+
+(declaim (ftype (sfunction (t symbol fixnum) boolean) poll-in-fiber))
+(defun poll-in-fiber (fd direction milliseconds)
+  "What UNIX-SIMPLE-POLL does in a fiber: wait for FD at most MILLISECONDS, for ever if negative."
+  (let ((direction (ecase direction (:input +input+) (:output +output+))))
+    (cond ((= milliseconds 0) (poll-now fd direction))
+          ((park-on-fd fd direction
+                       (and (> milliseconds 0) (nanoseconds-from-now (* milliseconds 1000000))))))))
+
+(defun poll-now (fd direction)
+  (plusp (alien-funcall (extern-alien "fiber_poll_now" (function int int int)) fd direction)))
+
+;;;; reading and writing
+
+(macrolet ((def (name c-name)
+             `(progn
+                (declaim (inline ,name))
+                (defun ,name (fd sap n)
+                  (alien-funcall (extern-alien ,c-name
+                                               (function (signed 64) int system-area-pointer
+                                                         (unsigned 64)))
+                                 fd sap n)))))
+  (def %receive-now "fiber_receive_now")
+  (def %send-now "fiber_send_now")
+  (def %read-now "fiber_read_now")
+  (def %write-now "fiber_write_now")
+  (def %plain-read "fiber_plain_read")
+  (def %plain-write "fiber_plain_write"))
+
+(defun kind-of-fd (fd)
+  (case (sb-unix:fd-type fd)
+    (:socket :socket)
+    (:fifo :pipe)
+    ((:regular :directory :block) :plain)
+    (t :poll)))
+
+(defconstant errno-enotsock 88)
+(defconstant errno-eopnotsupp 95)
+(defconstant errno-espipe 29)
+
+;;; The number may stand for another kind of file than when KIND was found out, if it was
+;;; closed by a way that we do not see.
+(defun wrong-kind-p (result)
+  (declare (type (signed-byte 64) result))
+  (or (= result (- errno-enotsock)) (= result (- errno-eopnotsupp)) (= result (- errno-espipe))))
+
+(defmacro call-by-kind (cell direction socket-call pipe-call plain-call)
+  `(flet ((try (kind)
+            (case kind
+              (:socket ,socket-call)
+              (:pipe ,pipe-call)
+              (:poll (if (poll-now (fd-cell-fd ,cell) ,direction)
+                         ,plain-call
+                         (- sb-unix:ewouldblock)))
+              (t ,plain-call))))
+     (declare (inline try))
+     (let ((result (try (or (fd-cell-kind ,cell)
+                            (setf (fd-cell-kind ,cell) (kind-of-fd (fd-cell-fd ,cell)))))))
+       (declare (type (signed-byte 64) result))
+       (cond ((wrong-kind-p result)
+              (setf (fd-cell-kind ,cell) (kind-of-fd (fd-cell-fd ,cell)))
+              (if (eq (fd-cell-kind ,cell) :pipe)
+                  (setf (fd-cell-kind ,cell) :poll)) ; a file system without RWF_NOWAIT
+              (try (fd-cell-kind ,cell)))
+             (t result)))))
+
+(declaim (inline count-or-errno))
+(defun count-or-errno (result)
+  (declare (type (signed-byte 64) result))
+  (if (minusp result)
+      (values nil (- result))
+      (values result 0)))
+
+(defun unix-read-now (fd sap n)
+  "UNIX-READ, but in a fiber it fails with EWOULDBLOCK instead of waiting."
+  (if (parkable-fd-p fd)
+      (let ((cell (find-fd-cell fd t)))
+        (count-or-errno
+         (call-by-kind cell +input+
+                       (%receive-now fd sap n) (%read-now fd sap n) (%plain-read fd sap n))))
+      (sb-unix:unix-read fd sap n)))
+
+(defun unix-write-now (fd buffer offset n)
+  "UNIX-WRITE, but in a fiber it fails with EWOULDBLOCK instead of waiting."
+  (if (parkable-fd-p fd)
+      (with-pinned-objects (buffer)
+        (let ((cell (find-fd-cell fd t))
+              (sap (sap+ (if (system-area-pointer-p buffer) buffer (vector-sap buffer)) offset)))
+          (count-or-errno
+           (call-by-kind cell +output+
+                         (%send-now fd sap n) (%write-now fd sap n) (%plain-write fd sap n)))))
+      (sb-unix:unix-write fd buffer offset n)))
+
+;;;; closing
+
+(defun note-close (fd)
+  "Called before FD is closed by any of the ways that we know."
+  (dolist (fiber (forget-fd fd))
+    (unpark fiber)))
+
+;;;; select and poll of several descriptors
+
+;;; An epoll descriptor is itself a file that becomes readable: a fiber that waits for several
+;;; descriptors waits for one made of them, and then asks without waiting which it was.
+(defun park-on-set (set deadline)
+  "Park for a SET as runtime/fiber-linux.c describes it."
+  (declare (type (signed-byte 64) set))
+  (cond ((= set -1) nil)
+        ((= set -2) (park-until deadline))
+        ((logtest set (ash 1 40))
+         (let ((fd (ldb (byte 20 0) set)))
+           (unwind-protect (park-on-fd fd +input+ deadline)
+             (sb-unix:unix-close fd))))
+        (t (park-on-fd (ldb (byte 20 0) set) (ldb (byte 2 32) set) deadline))))
+
+(defun park-before-select (n read-fds write-fds exception-fds seconds microseconds)
+  "Park until select(2) with these arguments would not wait, or its time is over."
+  (flet ((sap (fds) (if fds (alien-sap fds) (int-sap 0))))
+    (park-on-set (alien-funcall
+                  (extern-alien "fiber_select_set"
+                                (function (signed 64) int system-area-pointer system-area-pointer
+                                          system-area-pointer))
+                  n (sap read-fds) (sap write-fds) (sap exception-fds))
+                 (and (or seconds microseconds)
+                      (timeout-to-deadline (or seconds 0) (or microseconds 0))))))
+
+(defun park-before-poll (pollfds n milliseconds)
+  "Park until poll(2) with these arguments would not wait, or its time is over."
+  (park-on-set (alien-funcall (extern-alien "fiber_poll_set"
+                                            (function (signed 64) system-area-pointer int))
+                              pollfds n)
+               (and (>= milliseconds 0) (nanoseconds-from-now (* milliseconds 1000000)))))
+
+;;;; sockets
+
+(defmacro with-parking ((fd direction &key (when t)) &body call)
+  "The value of CALL, a system call on FD that returns -1 and sets errno if it fails. While it fails
+with EAGAIN wait for DIRECTION and do it again, if WHEN."
+  `(flet ((call () ,@call))
+     (call-with-parking #'call ,fd ,direction ,when)))
+
+(defun call-with-parking (function fd direction when)
+  (declare (function function) (dynamic-extent function))
+  (loop
+    (let ((result (funcall function)))
+      (unless (and (eql result -1) when (eql (get-errno) sb-unix:ewouldblock))
+        (return result))
+      (sb-unix:unix-simple-poll fd direction -1))))
+
+(defun set-nonblocking (fd)
+  (alien-funcall (extern-alien "fiber_set_nonblocking" (function int int)) fd))
+
+;;; accept(2) can be told not to wait by the flag of the file alone. So the flag is set when a
+;;; fiber accepts; a thread that accepts from the same socket then waits and tries again. If the
+;;; user had set it, EAGAIN is his.
+(defun prepare-to-accept (fd)
+  "Make accept(2) on FD not wait if this is a fiber. True if EAGAIN means that one must wait."
+  (if (typep fd '(unsigned-byte 20))
+      (let ((cell (find-fd-cell fd t)))
+        (when (and (not (fd-cell-nonblocking-by-us cell)) (can-park-p))
+          (when (= 1 (set-nonblocking fd))
+            (setf (fd-cell-nonblocking-by-us cell) t)))
+        (fd-cell-nonblocking-by-us cell))
+      nil))
+
+(defun nonblocking-by-us-p (fd)
+  (let ((cell (and (typep fd '(unsigned-byte 20)) (find-fd-cell fd nil))))
+    (and cell (fd-cell-nonblocking-by-us cell))))
+
+(defun user-sets-nonblocking (fd)
+  (let ((cell (and (typep fd '(unsigned-byte 20)) (find-fd-cell fd nil))))
+    (when cell (setf (fd-cell-nonblocking-by-us cell) nil))))
+
+(defun parking-connect (fd address size)
+  "connect(2), parking while it is in progress if this is a fiber. -1 and errno if it fails."
+  (declare (type (signed-byte 32) fd))
+  (flet ((connect ()
+           (alien-funcall (extern-alien "connect" (function int int system-area-pointer int))
+                          fd address size))
+         (finish ()
+           (alien-funcall (extern-alien "fiber_connect_result" (function int int)) fd)))
+    (if (and (parkable-fd-p fd) (= 1 (set-nonblocking fd)))
+        (unwind-protect
+             (cond ((= 0 (connect)) 0)
+                   ((= (get-errno) errno-einprogress)
+                    (park-on-fd fd +output+ nil)
+                    (finish))
+                   (t -1))
+          (alien-funcall (extern-alien "fiber_set_blocking" (function int int)) fd))
+        (connect))))
+
+(defconstant msg-dontwait #x40)
+
+(defun parking-flags (fd flags)
+  "FLAGS for a call that must not wait if this is a fiber."
+  (if (parkable-fd-p fd) (logior flags msg-dontwait) flags))
+
+(defun parking-send (fd sap length flags)
+  "send(2) of all of LENGTH bytes, as a call that waits does it."
+  (declare (type (unsigned-byte 32) flags) (type index length))
+  (let ((sent 0)
+        (now (parking-flags fd flags)))
+    (declare (type index sent))
+    (loop
+      (let ((count (with-parking (fd :output :when (not (= now flags)))
+                     (alien-funcall (extern-alien "send" (function (signed 64) int
+                                                                   system-area-pointer
+                                                                   unsigned int))
+                                    fd (sap+ sap sent) (- length sent) now))))
+        (when (minusp count) (return (if (= sent 0) count sent)))
+        (setf sent (truly-the index (+ sent count)))
+        (when (or (= now flags) (>= sent length)) (return sent))))))

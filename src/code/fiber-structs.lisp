@@ -1,0 +1,70 @@
+;;;; the FIBER structure, which must be known when the thread functions are compiled
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; A fiber is a thread to everybody who asks: it is *CURRENT-THREAD* while it runs. Slots
+;;; of THREAD that name an OS thread have these values in a fiber:
+;;;  - PRIMITIVE-THREAD, which tells the living from the dead, holds the address of its
+;;;    FIBER-CONTEXT, never that of a thread structure;
+;;;  - OS-THREAD is 0: no signal can be sent to a fiber;
+;;;  - OS-TID is 2^31 plus the index of its stack, unique among the living and greater than
+;;;    any thread's, which is all that condition variables and RWLOCKs ask of it;
+;;;  - SEMAPHORE is NIL: those who wait for the end wait on the word ENDED;
+;;;  - STORAGE-LOCK is one for all fibers.
+(sb-xc:defstruct (fiber (:include sb-thread:thread)
+                        (:copier nil)
+                        (:constructor %make-fiber (%name storage-lock function stack-size
+                                                   initial-bindings)))
+  "A thread of control that carrier threads run in turn. Made by MAKE-FIBER, run
+by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
+  ;; What happens next in the life of the fiber; changed by compare-and-swap only.
+  ;; The table is in fiber.lisp.
+  (phase 0 :type sb-vm:word)
+  ;; The address of its FIBER-CONTEXT, from its submission until its stack is free.
+  (context 0 :type sb-vm:word)
+  ;; 1 once it has ended
+  (ended 0 :type sb-vm:word)
+  (function nil :type (or null function))
+  (stack-size 0 :type sb-vm:word :read-only t)
+  (initial-bindings nil :type list)
+  (group nil)
+  ;; The carrier that runs it, or NIL. Written by that carrier.
+  (carrier nil)
+  ;; The carrier that must run it next, since it parked pinned, or NIL.
+  (home nil)
+  (pin-count 0 :type fixnum)
+  ;; Why it is parked: a symbol, or the object that it waits for.
+  (wait-reason nil)
+  ;; The link of the chains of fibers that can run: an injector, an inbox. The other is
+  ;; that of chains of waiters. Two, since a deadline makes a fiber runnable that is still
+  ;; in a chain of waiters, from which it takes itself out when it runs.
+  (next nil)
+  (wait-next nil)
+  ;; Deadline in the clock of FIBER-NOW, its place in the heap (-1: in none), whose heap.
+  (deadline 0 :type fixnum)
+  (heap-index -1 :type fixnum)
+  (heap nil)
+  ;; The word that it waits on in the parking lot, 0 once it has been taken out.
+  (wait-address 0 :type sb-vm:word)
+  ;; How a wait for a descriptor ended, see fiber-poller.lisp.
+  (wait-result nil)
+  ;; 1 if FIBER-UNPARK has been called since FIBER-PARK last returned
+  (user-permit 0 :type sb-vm:word)
+  ;; The condition that ended it, if it ended abnormally.
+  (failure nil))
+
+(declaim (sb-ext:freeze-type fiber sb-thread:thread))
+
+;;; The carrier that the current OS thread is, or NIL. No fiber binds it, so it does not
+;;; go along when a fiber goes elsewhere.
+#-sb-xc-host
+(sb-impl:define-thread-local *carrier* nil)

@@ -1,0 +1,688 @@
+;;;; fibers: threads of control that a few carrier threads run in turn
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;;; What to know before reading on
+;;;;
+;;;; A *fiber* is a thread with stacks of its own that no OS thread is tied to. It is
+;;;; *mounted* while a carrier runs it, *parked* while it waits for something, and *runnable*
+;;;; in between. It parks where a thread would block in the kernel.
+;;;;
+;;;; A *carrier* is an OS thread that runs fibers. A *scheduler* is what it works from: a
+;;;; run queue, a deadline heap, a poller. They are two things because a carrier may be stuck in
+;;;; the kernel with a fiber on it; its scheduler is then served by a spare carrier. A *group* is
+;;;; some schedulers that steal from each other, and an *injector*, the queue of what
+;;;; comes from outside.
+;;;;
+;;;; The files beside this one, each of which can be read and tested alone:
+;;;;   fiber-lock     the spin lock under all that follows
+;;;;   fiber-deque    the run queue
+;;;;   fiber-timers   the deadline heap
+;;;;   fiber-stack    stacks, and what a fiber starts with; runtime/fiber.c for the collector
+;;;;   fiber-poller   who waits for which descriptor
+;;;;   fiber-parking  who waits for which word: mutexes and all that is made of them
+;;;;   fiber-io       what stands in for the system calls that wait
+;;;;   fiber-group    starting, submitting, joining, ending
+;;;; The switch itself is assembly/x86-64/fiber.
+;;;;
+;;;; The phases of a fiber, in its slot PHASE, moved by compare-and-swap:
+;;;;
+;;;;   new      -> active    who submits it                   (and queues it)
+;;;;   active   -> parking   the fiber, about to leave        (no permit there)
+;;;;   parking  -> parked    its successor on the carrier     (no permit there)
+;;;;   parking  -> active    its successor, finding a permit  (and queues it, takes the permit)
+;;;;   parked   -> active    who unparks it                   (and queues it)
+;;;;   active   -> dead      the fiber, at its end
+;;;;   new      -> dead      who terminates it
+;;;;
+;;;; The *permit* is a bit beside the phase. UNPARK sets it unless the fiber is parked; PARK
+;;;; consumes it instead of parking. So an unpark that comes before the park is not lost. ACTIVE
+;;;; covers runnable and mounted, which differ in the slot CARRIER only: a yield changes
+;;;; no phase.
+;;;;
+;;;; Why it is the *successor* who ends the parking: until the switch has saved the context, the
+;;;; fiber still runs on its stack, and a carrier that resumed it then would run on the same stack.
+;;;; So the one who leaves notes in the carrier who he is and what is to become of him, and whoever
+;;;; runs next on that carrier, fiber or scheduler, carries it out (AFTER-SWITCH). The same goes
+;;;; for a yield (queue me) and an end (free my stack).
+;;;;
+;;;; Waking carriers. A carrier without work looks everywhere: its poller, the injector, the
+;;;; other queues. Then it enters its poller's number in the group's IDLE mask, *looks everywhere
+;;;; again*, and sleeps in its poller until the nearest deadline. Whoever makes a fiber runnable
+;;;; first queues it, then reads IDLE; if a bit is set there and no carrier is already
+;;;; searching, he clears a bit and wakes that carrier. Between "queue, then read IDLE" and
+;;;; "enter IDLE, then look" there is a full barrier on both sides (a compare-and-swap), so that one
+;;;; of them sees the other: no wake-up is lost, and nobody wakes by time only to look. One
+;;;; searcher is enough, since it wakes another when it finds something and more is left.
+;;;;
+;;;; Designs that were refused:
+;;;;  - a parked fiber's condition as a predicate that the scheduler tests each turn: costs
+;;;;    grow with the number of parked fibers, and wake-ups come a turn late;
+;;;;  - a single queue and poller for all carriers: at two carriers the lock is already the
+;;;;    most expensive thing in a switch;
+;;;;  - handing each new fiber to a carrier that is woken for it: on a busy server it is a
+;;;;    system call for each fiber;
+;;;;  - a scheduler fiber on each carrier to which all switch: two switches for each yield,
+;;;;    where going from fiber to fiber needs one.
+;;;;
+;;;; Scheduler code runs with interrupts off, on the stack of whoever leaves or of the carrier. It
+;;;; takes no mutex, calls no generic function, signals nothing and makes no thread: a parked
+;;;; fiber of this very carrier may hold any lock.
+;;;;
+;;;; Fairness. A scheduler serves its queue in order; after at most +TURNS-PER-POLL+ fibers it
+;;;; looks at its deadlines, its poller and the injector. So a fiber that is runnable on
+;;;; a scheduler with Q others in front of it runs after Q + (Q / +TURNS-PER-POLL+) * E others at
+;;;; most, E being what a poll can add before it, that is nothing: all that a poll finds
+;;;; is queued behind it.
+
+;;;; phases
+
+(defconstant +new+ 0)
+(defconstant +active+ 1)
+(defconstant +parking+ 2)
+(defconstant +parked+ 3)
+(defconstant +dead+ 4)
+(defconstant +permit+ 8)
+
+(declaim (inline fiber-phase-only phase-becomes-p))
+(defun fiber-phase-only (fiber)
+  (logand (fiber-phase fiber) 7))
+
+(defun phase-becomes-p (fiber old new)
+  (= (cas (fiber-phase fiber) old new) old))
+
+;;;; schedulers, carriers, groups
+
+(defconstant +turns-per-poll+ 61)
+
+(defstruct (scheduler (:constructor %make-scheduler (group poller))
+                      (:copier nil))
+  (group nil :type t :read-only t)
+  (poller nil :type poller :read-only t)
+  (queue (make-run-queue) :type run-queue :read-only t)
+  (deadlines (make-deadline-heap) :type deadline-heap :read-only t)
+  (turns 0 :type fixnum))
+(declaim (freeze-type scheduler))
+
+(defstruct (carrier (:constructor %make-carrier (group))
+                    (:copier nil))
+  (group nil :type t :read-only t)
+  (thread nil)
+  (context 0 :type word)
+  ;; What it works from. A carrier without one is a spare, or runs the fiber that blocked it.
+  (scheduler nil :type (or null scheduler))
+  ;; Fibers that only this carrier may run, a chain through NEXT, last in first.
+  (inbox nil)
+  ;; What a spare sleeps on: 1 when there may be something for it.
+  (alarm 0 :type word)
+  ;; Who was left by the last switch on this carrier, and what is to become of it.
+  (predecessor nil)
+  (action nil))
+(declaim (freeze-type carrier))
+
+(defstruct (fiber-group (:constructor %make-fiber-group (name))
+                        (:copier nil))
+  "Carriers, and the fibers that they run."
+  (name nil :type (or null string) :read-only t)
+  (schedulers #() :type simple-vector)
+  (carriers '() :type list)
+  ;; A chain through NEXT, last in first.
+  (injector nil)
+  ;; Bits of the pollers of sleeping schedulers.
+  (idle 0 :type (unsigned-byte 62))
+  (searching 0 :type word)
+  ;; Fibers submitted and not ended. Its low half is what FINISH-FIBERS waits on.
+  (alive 0 :type word)
+  ;; Places for spare carriers, and for schedulers that found none; 0 is a free place.
+  (spares (make-array 256 :initial-element 0) :type simple-vector :read-only t)
+  (orphans (make-array max-pollers :initial-element 0) :type simple-vector :read-only t)
+  ;; What the manager sleeps on, who sees to it that there is a spare.
+  (manager-alarm 0 :type word)
+  (manager nil)
+  (abort nil)
+  ;; :RUNNING, or :STOPPED when carriers are to end
+  (state :running :type symbol))
+(declaim (freeze-type fiber-group))
+
+(defmethod print-object ((group fiber-group) stream)
+  (print-unreadable-object (group stream :type t :identity t)
+    (format stream "~@[~A ~]~(~A~), ~D carrier~:P, ~D fiber~:P"
+            (fiber-group-name group) (fiber-group-state group)
+            (length (fiber-group-schedulers group)) (fiber-group-alive group))))
+
+(declaim (inline in-fiber-p current-fiber))
+(defun in-fiber-p ()
+  (fiber-p *current-thread*))
+
+(declaim (ftype (sfunction () (or null fiber)) current-fiber))
+(defun current-fiber ()
+  "The fiber that is running, or NIL in a thread that runs none."
+  (let ((thread *current-thread*))
+    (and (fiber-p thread) thread)))
+
+;;; WITHOUT-INTERRUPTS for code that does not exit non-locally: one binding instead of
+;;; two, and no UNWIND-PROTECT.
+(defmacro without-interruptions (&body body)
+  `(multiple-value-prog1 (let ((*interrupts-enabled* nil)) ,@body)
+     (when (and *interrupt-pending* *interrupts-enabled*)
+       (sb-unix::receive-pending-interrupt))))
+
+;;; The kernel's own operations. All others go through the parking lot.
+(declaim (inline %futex-wait %futex-wake))
+(defun %futex-wait (address expected to-sec to-usec)
+  (alien-funcall (extern-alien "futex_wait"
+                               (function int unsigned (unsigned 32) long unsigned-long))
+                 address expected to-sec to-usec))
+(defun %futex-wake (address n)
+  (alien-funcall (extern-alien "futex_wake" (function int unsigned unsigned-long)) address n))
+
+(define-structure-slot-addressor carrier-alarm-address :structure carrier :slot alarm)
+(define-structure-slot-addressor fiber-group-manager-alarm-address
+  :structure fiber-group :slot manager-alarm)
+
+;;;; making a fiber runnable
+
+(define-load-time-global *force-migration* nil
+  "For tests: true if a fiber is to be resumed by another carrier than before.")
+
+(defmacro push-chain (place fiber)
+  "Atomically put FIBER in front of the chain at PLACE."
+  `(loop (let ((head ,place))
+           (setf (fiber-next ,fiber) head)
+           (when (eq (cas ,place head ,fiber) head) (return)))))
+
+(defmacro take-chain (place)
+  "Atomically take the whole chain at PLACE, and return it, first in first."
+  `(when ,place
+     (let ((chain (loop (let ((head ,place))
+                          (when (eq (cas ,place head nil) head) (return head)))))
+           (reversed nil))
+       (loop while chain
+             do (let ((fiber (truly-the fiber chain)))
+                  (setf chain (fiber-next fiber)
+                        (fiber-next fiber) reversed
+                        reversed fiber)))
+       reversed)))
+
+(defun wake-carrier (carrier)
+  "Let CARRIER look at its inbox, or at the scheduler that it has been given."
+  (declare (carrier carrier))
+  (let ((scheduler (carrier-scheduler carrier)))
+    (when scheduler (wake-poller (scheduler-poller scheduler)))
+    ;; Not an alternative: it may be losing or getting a scheduler just now.
+    (when (= (cas (carrier-alarm carrier) 0 1) 0)
+      (with-pinned-objects (carrier)
+        (%futex-wake (carrier-alarm-address carrier) 1)))))
+
+(defun wake-one-idle (group)
+  "Wake a carrier of GROUP that sleeps, if one does."
+  (declare (fiber-group group))
+  (loop
+    (let ((idle (fiber-group-idle group)))
+      (when (= idle 0) (return))
+      (let ((bit (1- (integer-length (logand idle (- idle))))))
+        (when (eq (cas (fiber-group-idle group) idle (logandc2 idle (ash 1 (truly-the (mod 62) bit)))) idle)
+          (wake-poller (svref *pollers* bit))
+          (return))))))
+
+(declaim (inline call-for-help))
+(defun call-for-help (group)
+  ;; The caller has queued a fiber by, or followed by, a locked instruction.
+  (declare (fiber-group group))
+  (when (and (/= (fiber-group-idle group) 0) (= (fiber-group-searching group) 0))
+    (wake-one-idle group)))
+
+(defun inject (group fiber)
+  (push-chain (fiber-group-injector group) fiber)
+  (call-for-help group))
+
+(declaim (inline my-scheduler))
+(defun my-scheduler (group)
+  "The scheduler that this thread serves, if it is one of GROUP."
+  (let ((carrier *carrier*))
+    (when carrier
+      (let ((scheduler (carrier-scheduler (truly-the carrier carrier))))
+        (when (and scheduler (eq (scheduler-group scheduler) group)) scheduler)))))
+
+(defun make-runnable (fiber)
+  "Queue FIBER, which is ACTIVE, in no queue, and has left its stack. With interrupts off."
+  (declare (fiber fiber))
+  (let ((home (fiber-home fiber))
+        (group (truly-the fiber-group (fiber-group fiber))))
+    (if home
+        (let ((home (truly-the carrier home)))
+          (push-chain (carrier-inbox home) fiber)
+          (wake-carrier home))
+        (let ((mine (my-scheduler group)))
+          (cond ((and mine (not *force-migration*) (run-queue-put (scheduler-queue mine) fiber))
+                 (barrier (:memory))
+                 (call-for-help group))
+                (t (inject group fiber)))))))
+
+;;;; parking and unparking
+
+(declaim (ftype (sfunction (fiber) null) unpark))
+(defun unpark (fiber)
+  "End the parking of FIBER, or the next one, if it is not parked now. May be called from anywhere."
+  (without-interruptions
+    (loop
+      (let ((phase (fiber-phase fiber)))
+        (cond ((= phase +parked+)
+               (when (phase-becomes-p fiber +parked+ +active+)
+                 (make-runnable fiber)
+                 (return)))
+              ((or (logtest phase +permit+) (= phase +dead+)) (return))
+              ((phase-becomes-p fiber phase (logior phase +permit+)) (return))))))
+  nil)
+
+(declaim (inline take-permit))
+(defun take-permit (fiber)
+  "Consume the permit of the running FIBER. Return false if there is none."
+  (phase-becomes-p fiber (logior +active+ +permit+) +active+))
+
+(defun finish-parking (fiber)
+  (unless (phase-becomes-p fiber +parking+ +parked+)
+    (setf (fiber-phase fiber) +active+) ; nobody moves a phase that has a permit
+    (make-runnable fiber)))
+
+(declaim (inline after-switch))
+(defun after-switch ()
+  "Carry out what the stack that was left wanted."
+  (let* ((carrier (truly-the carrier *carrier*))
+         (predecessor (carrier-predecessor carrier)))
+    (when predecessor
+      (let ((fiber (truly-the fiber predecessor))
+            (action (carrier-action carrier)))
+        (setf (carrier-predecessor carrier) nil)
+        (cond ((eq action :yield) (make-runnable fiber))
+              ((eq action :park) (finish-parking fiber))
+              (t (free-stack fiber)))))))
+
+(declaim (inline mount))
+(defun mount (carrier from fiber)
+  "Leave the stack whose context is FROM for that of FIBER. Returns when FROM is switched to."
+  (setf (fiber-carrier fiber) carrier)
+  (when (= (context-word (context-of fiber) control-stack-pointer)
+           (context-word (context-of fiber) control-stack-end))
+    (prepare-stack fiber))
+  (%switch-context from (context-of fiber)))
+
+(declaim (inline next-in-turn))
+(defun next-in-turn (carrier scheduler)
+  "The next fiber to run, or NIL if it is time to look around, or nothing is queued."
+  (unless (or (> (incf (scheduler-turns scheduler)) +turns-per-poll+)
+              (carrier-inbox carrier))
+    (run-queue-take (scheduler-queue scheduler))))
+
+(declaim (ftype (sfunction (symbol) null) leave))
+(defun leave (action)
+  "Leave the running fiber, for the next runnable one or else for the carrier. ACTION says
+what is to become of the fiber: :YIELD, :PARK or :END. With interrupts off. Returns when
+it is resumed."
+  (let* ((carrier (truly-the carrier *carrier*))
+         (fiber (truly-the fiber *current-thread*))
+         (scheduler (carrier-scheduler carrier))
+         (next (and scheduler (next-in-turn carrier scheduler))))
+    (setf (carrier-predecessor carrier) fiber
+          (carrier-action carrier) action
+          (fiber-carrier fiber) nil)
+    (if next
+        (mount carrier (context-of fiber) (truly-the fiber next))
+        (%switch-context (context-of fiber) (int-sap (carrier-context carrier))))
+    (after-switch)
+    nil))
+
+
+(declaim (ftype (sfunction (t (or null fixnum)) null) park))
+(defun park (reason deadline)
+  "Park the running fiber until it is unparked or DEADLINE comes, which is a time of FIBER-NOW
+or NIL. May return early for no reason the caller knows of: he looks and parks again. REASON is
+what the fiber waits for, for those who look at it from outside. With interrupts off."
+  (let ((fiber (truly-the fiber *current-thread*)))
+    (setf (fiber-wait-reason fiber) reason)
+    (prepare-zone fiber)
+    (when deadline
+      (heap-insert (scheduler-deadlines (nearest-scheduler fiber)) fiber deadline))
+    (if (phase-becomes-p fiber +active+ +parking+)
+        (leave :park)
+        (take-permit fiber))
+    (when deadline (heap-remove fiber))
+    (setf (fiber-wait-reason fiber) nil)))
+
+(defun nearest-scheduler (fiber)
+  "The scheduler in whose heap a deadline of FIBER goes: its carrier's, or any if that has none."
+  (let ((carrier (truly-the carrier *carrier*)))
+    (or (carrier-scheduler carrier)
+        (svref (fiber-group-schedulers (truly-the fiber-group (fiber-group fiber))) 0))))
+
+;;;; zones: where a fiber may park, and whether it may go elsewhere
+
+(declaim (inline live-signal-context-p))
+(defun live-signal-context-p ()
+  (/= *free-interrupt-context-index* 0))
+
+(declaim (inline zone))
+(defun zone (fiber)
+  "How FIBER, which is running, can wait: :FREE it can park and be resumed anywhere, :PINNED
+it can park and must be resumed on this OS thread, :NATIVE it must not leave its carrier.
+ - GC is inhibited: the collector would find a suspended stack that must not be seen;
+ - code pages are pinned, or an arena is in use: that is the OS thread's state;
+ - the allocator's mutex is held: its other users wait natively, with GC inhibited.
+In a signal handler and in a foreign callback there are addresses of the OS thread on the stack."
+  (cond ((or *gc-inhibit*
+             (not (eql *gc-pin-code-pages* 0))
+             (/= 0 (sap-int (sb-vm::current-thread-offset-sap sb-vm::thread-arena-slot)))
+             (sb-thread:holding-mutex-p sb-vm::*allocator-mutex*))
+         :native)
+        ((or (/= (fiber-pin-count fiber) 0) (live-signal-context-p)) :pinned)
+        (t :free)))
+
+(defun prepare-zone (fiber)
+  "Tell who resumes FIBER where it must be done."
+  (setf (fiber-home fiber)
+        (and (eq (zone fiber) :pinned)
+             *carrier*))
+  (when (/= 0 (context-word (context-of fiber) guards))
+    (alien-funcall (extern-alien "fiber_rearm_guards" (function void)))))
+
+(declaim (ftype (sfunction () boolean) can-park-p))
+(defun can-park-p ()
+  "Is a fiber running that can leave its carrier here?"
+  (let ((fiber (current-fiber)))
+    (and fiber (not (eq (zone fiber) :native)))))
+
+;;;; time
+
+(declaim (ftype (sfunction (unsigned-byte) fixnum) nanoseconds-from-now))
+(defun nanoseconds-from-now (nanoseconds)
+  "The deadline that is NANOSECONDS away."
+  (min (+ (fiber-now) nanoseconds) (1- most-positive-fixnum)))
+
+(defun seconds-from-now (seconds)
+  "The deadline that is SECONDS, a non-negative real, away."
+  (declare (type (real 0) seconds))
+  (if (< seconds 1000000000)
+      (nanoseconds-from-now (values (ceiling (* (rational seconds) 1000000000))))
+      (1- most-positive-fixnum)))
+
+(declaim (inline deadline-passed-p))
+(defun deadline-passed-p (deadline)
+  (declare (type (or null fixnum) deadline))
+  (and deadline (>= (fiber-now) deadline)))
+
+;;;; interruptions: functions that others want a fiber to call
+
+;;; They are called at the points where a fiber parks. Who parks with interrupts off, and did
+;;; not ask to be interruptible, is interrupted later, as a thread is.
+(declaim (ftype (sfunction (fiber function) boolean) %interrupt-fiber))
+(defun %interrupt-fiber (fiber function)
+  "Let FIBER call FUNCTION when it next parks, or now if it is parked. Return false if it has ended."
+  (loop
+    (when (= (fiber-phase-only fiber) +dead+) (return nil))
+    (let ((old (fiber-interruptions fiber)))
+      (when (eq (cas (fiber-interruptions fiber) old (append old (list function))) old)
+        (unpark fiber)
+        (return t)))))
+
+(defun next-interruption (fiber)
+  (loop
+    (let ((old (fiber-interruptions fiber)))
+      (when (or (null old) (eq (cas (fiber-interruptions fiber) old (cdr old)) old))
+        (return (car old))))))
+
+(defun run-interruptions (fiber)
+  (loop
+    (let ((function (next-interruption fiber)))
+      (unless function (return))
+      (without-interrupts
+        (allow-with-interrupts (funcall (the function function)))))))
+
+(defun run-allowed-interruptions (fiber)
+  (when (and *interrupts-enabled* (fiber-interruptions fiber))
+    (run-interruptions fiber)))
+
+;;;; the simplest things to wait for
+
+(defun park-until (deadline)
+  "Park until DEADLINE, or for ever if it is NIL. Interruptions run, and the wait goes on."
+  (let ((fiber (truly-the fiber *current-thread*)))
+    (loop
+      (run-allowed-interruptions fiber)
+      (when (deadline-passed-p deadline) (return))
+      (without-interruptions (park :sleep deadline)))))
+
+(defun sleep-in-fiber (seconds)
+  "What SLEEP does in a fiber."
+  (park-until (seconds-from-now seconds)))
+
+(declaim (ftype (sfunction () null) fiber-yield))
+(defun fiber-yield ()
+  "Let the other fibers that can run do so before this one goes on. In a thread that runs
+no fiber, yield the processor."
+  (cond ((can-park-p)
+         (let ((fiber (truly-the fiber *current-thread*)))
+           (run-allowed-interruptions fiber)
+           (without-interruptions
+             (prepare-zone fiber)
+             (leave :yield))))
+        (t (alien-funcall (extern-alien "thread_yield" (function int)))))
+  nil)
+
+;;;; the work of a carrier
+
+(defun collect-expired (scheduler)
+  "Unpark the fibers of SCHEDULER whose deadlines have come."
+  (let ((heap (scheduler-deadlines scheduler)))
+    (when (/= (deadline-heap-nearest heap) most-positive-fixnum)
+      (let ((now (fiber-now)))
+        (loop (let ((fiber (heap-take-expired heap now)))
+                (unless fiber (return))
+                (unpark fiber)))))))
+
+(defun collect-reports (scheduler nanoseconds)
+  "Unpark the fibers of SCHEDULER whose descriptors are ready; wait for NANOSECONDS if none is."
+  (let* ((poller (scheduler-poller scheduler))
+         (events (poller-events poller))
+         (n (%poller-wait (poller-epoll poller) events events-per-wait nanoseconds)))
+    (dotimes (i n)
+      (let ((data (sap-ref-word events (* i 16)))
+            (directions (ldb (byte 2 0) (sap-ref-word events (+ 8 (* i 16))))))
+        (unless (= data wakeup-data)
+          (multiple-value-bind (reader writer) (handle-report poller data directions)
+            (when reader (unpark reader))
+            (when writer (unpark writer))))))))
+
+(defun collect-injected (scheduler)
+  "Queue some of what has come from outside; the rest goes back for others."
+  (let ((group (truly-the fiber-group (scheduler-group scheduler))))
+    (let ((chain (take-chain (fiber-group-injector group)))
+          (queue (scheduler-queue scheduler)))
+      (loop while chain
+            do (let ((fiber (truly-the fiber chain)))
+                 (unless (run-queue-put queue fiber) (return))
+                 (setf chain (fiber-next fiber)
+                       (fiber-next fiber) nil)))
+      (loop while chain
+            do (let ((fiber (truly-the fiber chain)))
+                 (setf chain (fiber-next fiber))
+                 (push-chain (fiber-group-injector group) fiber))))))
+
+(defun steal-work (scheduler)
+  (let* ((all (fiber-group-schedulers (truly-the fiber-group (scheduler-group scheduler))))
+         (n (length all))
+         (start (poller-index (scheduler-poller scheduler))))
+    (dotimes (i n)
+      (let ((victim (truly-the scheduler (svref all (rem (+ start i 1) n)))))
+        (unless (eq victim scheduler)
+          (let ((fiber (run-queue-steal (scheduler-queue victim) (scheduler-queue scheduler))))
+            (when fiber (return fiber))))))))
+
+(defun look-around (scheduler)
+  "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or NIL."
+  (setf (scheduler-turns scheduler) 0)
+  (collect-expired scheduler)
+  (collect-reports scheduler 0)
+  (when (fiber-group-injector (truly-the fiber-group (scheduler-group scheduler)))
+    (collect-injected scheduler))
+  (run-queue-take (scheduler-queue scheduler)))
+
+(defun search-for-work (scheduler)
+  "LOOK-AROUND, then steal. While one searches nobody needs to be woken."
+  (let ((group (truly-the fiber-group (scheduler-group scheduler))))
+    (or (look-around scheduler)
+        (progn
+          (atomic-incf (fiber-group-searching group))
+          (let ((fiber (loop repeat 4
+                             do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))
+                                  (when fiber (return fiber)))
+                                (loop repeat 50 do (spin-loop-hint)))))
+            (atomic-decf (fiber-group-searching group))
+            (when fiber (call-for-help group))
+            fiber)))))
+
+(defun time-to-sleep (scheduler)
+  "Nanoseconds until the nearest deadline of SCHEDULER, or -1."
+  (let ((nearest (deadline-heap-nearest (scheduler-deadlines scheduler))))
+    (if (= nearest most-positive-fixnum)
+        -1
+        (max 0 (- nearest (fiber-now))))))
+
+(defun enter-idle (group bit)
+  (loop (let ((idle (fiber-group-idle group)))
+          (when (eq (cas (fiber-group-idle group) idle (logior idle bit)) idle) (return)))))
+
+(defun leave-idle (group bit)
+  (loop (let ((idle (fiber-group-idle group)))
+          (when (eq (cas (fiber-group-idle group) idle (logandc2 idle bit)) idle) (return)))))
+
+(defun something-to-do-p (carrier scheduler)
+  (let ((group (truly-the fiber-group (scheduler-group scheduler))))
+    (or (carrier-inbox carrier)
+        (fiber-group-injector group)
+        (eq (fiber-group-state group) :stopped)
+        *interrupt-pending*
+        (loop for other across (fiber-group-schedulers group)
+              thereis (> (run-queue-length (scheduler-queue (truly-the scheduler other))) 0)))))
+
+(defun sleep-in-poller (carrier scheduler)
+  "Sleep until there is something to do."
+  (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
+         (poller (scheduler-poller scheduler))
+         (bit (ash 1 (poller-index poller))))
+    (setf (poller-sleep poller) 1)
+    (enter-idle group bit)              ; a full barrier, see the head of this file
+    (collect-reports scheduler (if (something-to-do-p carrier scheduler) 0 (time-to-sleep scheduler)))
+    (leave-idle group bit)
+    (setf (poller-sleep poller) 0)))
+
+(defun run-on-carrier (carrier fiber)
+  "Run FIBER, and those that follow without returning here."
+  (mount carrier (int-sap (carrier-context carrier)) fiber)
+  (after-switch))
+
+(defun run-inbox (carrier)
+  (let ((chain (take-chain (carrier-inbox carrier))))
+    (loop while chain
+          do (let ((fiber (truly-the fiber chain)))
+               (setf chain (fiber-next fiber)
+                     (fiber-next fiber) nil)
+               (run-on-carrier carrier fiber)))))
+
+;;; Handlers that were deferred while the scheduler ran. They run on the carrier's
+;;; own stack, where a wait for a lock is a native one that is announced.
+(defun run-pending-handlers ()
+  (when *interrupt-pending*
+    (let ((*interrupts-enabled* t))
+      (sb-unix::receive-pending-interrupt))))
+
+(defun serve-scheduler (carrier)
+  "Run fibers until CARRIER is left without a scheduler or its group is stopped."
+  (loop
+    (run-inbox carrier)
+    (let ((scheduler (carrier-scheduler carrier)))
+      (unless scheduler (return))
+      (let ((fiber (search-for-work scheduler)))
+        (cond (fiber (run-on-carrier carrier fiber))
+              ((eq (fiber-group-state (carrier-group carrier)) :stopped) (return))
+              (t (sleep-in-poller carrier scheduler)))))
+    (run-pending-handlers)))
+
+;;;; spare carriers
+
+;;; Before a carrier blocks in the kernel with a fiber on it, or in a handler on its own
+;;; stack, it gives its scheduler away: what it waits for may be done by a fiber of that very
+;;; scheduler. The group keeps a spare carrier ready, asleep on its alarm, because a thread cannot
+;;; be made at this point: MAKE-THREAD takes locks. It keeps the scheduler; the old
+;;; carrier becomes a spare once its fiber parks.
+
+(defun sleep-on-alarm (carrier)
+  (with-pinned-objects (carrier)
+    (%futex-wait (carrier-alarm-address carrier) 0 -1 0))
+  (setf (carrier-alarm carrier) 0)
+  (barrier (:memory)))
+
+(defun put-in-place (places object)
+  "Put OBJECT in a free place of PLACES. Return false if there is none."
+  (declare (simple-vector places))
+  (dotimes (i (length places))
+    (when (eql (cas (svref places i) 0 object) 0) (return t))))
+
+(defun take-from-place (places)
+  "Remove and return an object from PLACES, or return NIL."
+  (declare (simple-vector places))
+  (dotimes (i (length places))
+    (let ((object (svref places i)))
+      (when (and (not (eql object 0)) (eq (cas (svref places i) object 0) object))
+        (return object)))))
+
+(defun ring-manager (group)
+  (when (= (cas (fiber-group-manager-alarm group) 0 1) 0)
+    (with-pinned-objects (group)
+      (%futex-wake (fiber-group-manager-alarm-address group) 1))))
+
+(defun give-scheduler-away (carrier)
+  "Let a spare of the group serve the scheduler of CARRIER, which is going to block."
+  (let ((scheduler (carrier-scheduler carrier))
+        (group (truly-the fiber-group (carrier-group carrier))))
+    (when scheduler
+      (setf (carrier-scheduler carrier) nil)
+      (let ((spare (take-from-place (fiber-group-spares group))))
+        (cond (spare
+               (setf (carrier-scheduler (truly-the carrier spare)) scheduler)
+               (wake-carrier spare))
+              (t (put-in-place (fiber-group-orphans group) scheduler))))
+      (ring-manager group))))
+
+(declaim (inline announce-blocking))
+(defun announce-blocking ()
+  "This thread is going to block in the kernel, perhaps until some fiber has run."
+  (let ((carrier *carrier*))
+    (when carrier (give-scheduler-away (truly-the carrier carrier)))))
+
+(defun adopt-orphan (carrier)
+  (setf (carrier-scheduler carrier)
+        (take-from-place (fiber-group-orphans (truly-the fiber-group (carrier-group carrier))))))
+
+(defun idle-as-spare (carrier group)
+  "Sleep until there is a scheduler for CARRIER, or a fiber in its inbox."
+  (put-in-place (fiber-group-spares group) carrier)
+  (loop until (or (carrier-scheduler carrier) (eq (fiber-group-state group) :stopped))
+        do (sleep-on-alarm carrier)
+           (run-inbox carrier)
+           (run-pending-handlers)))
+
+(defun carrier-loop (carrier)
+  (let ((group (truly-the fiber-group (carrier-group carrier))))
+    (loop until (eq (fiber-group-state group) :stopped)
+          do (if (or (carrier-scheduler carrier) (adopt-orphan carrier))
+                 (serve-scheduler carrier)
+                 (idle-as-spare carrier group)))))

@@ -1,0 +1,60 @@
+;;;; VOPs for fibers
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-VM")
+
+;;; Suspend the running stack in FROM and go on with the one suspended in TO; returns when
+;;; somebody switches back, possibly in another OS thread, so nothing that depends on the
+;;; thread may be kept across the call. :SAVE-P makes the compiler store all that is live.
+(defknown sb-fiber::%switch-context (system-area-pointer system-area-pointer) (values) ())
+(define-vop (sb-fiber::%switch-context)
+  (:translate sb-fiber::%switch-context)
+  (:policy :fast-safe)
+  (:args (from :scs (sap-reg) :target rax) (to :scs (sap-reg) :target rdx))
+  (:arg-types system-area-pointer system-area-pointer)
+  (:temporary (:sc sap-reg :offset rax-offset :from (:argument 0)) rax)
+  (:temporary (:sc sap-reg :offset rdx-offset :from (:argument 1)) rdx)
+  (:temporary (:sc unsigned-reg :offset rcx-offset) rcx)
+  (:temporary (:sc unsigned-reg :offset rsi-offset) rsi)
+  (:temporary (:sc unsigned-reg :offset r8-offset) r8)
+  (:temporary (:sc unsigned-reg :offset r9-offset) r9)
+  (:temporary (:sc unsigned-reg :offset r10-offset) r10)
+  (:temporary (:sc unsigned-reg :offset r11-offset) r11)
+  (:temporary (:sc complex-double-reg :offset 0) float0)
+  (:ignore rcx rsi r8 r9 r10 r11 float0)
+  (:save-p t)
+  (:vop-var vop)
+  (:generator 100
+    (move rax from)
+    (move rdx to)
+    (invoke-asm-routine 'call 'switch-fiber-context vop)))
+
+;;; Between these two the collector does not stop this thread and no deferrable signal
+;;; is handled. What stands between them must not allocate, trap or call: a nested section
+;;; would end this one. See WITH-TINY-LOCK.
+(defknown (sb-fiber::%begin-pseudo-atomic sb-fiber::%end-pseudo-atomic) () (values) ())
+(define-vop (sb-fiber::%begin-pseudo-atomic)
+  (:translate sb-fiber::%begin-pseudo-atomic)
+  (:policy :fast-safe)
+  (:generator 1 (emit-begin-pseudo-atomic)))
+(define-vop (sb-fiber::%end-pseudo-atomic)
+  (:translate sb-fiber::%end-pseudo-atomic)
+  (:policy :fast-safe)
+  (:generator 3 (emit-end-pseudo-atomic)))
+
+;;; What MUTEX-%OWNER holds when the running thread or fiber owns a mutex.
+(defknown sb-fiber::%mutex-owner-id () fixnum (flushable))
+(define-vop (sb-fiber::%mutex-owner-id)
+  (:translate sb-fiber::%mutex-owner-id)
+  (:policy :fast-safe)
+  (:results (id :scs (any-reg)))
+  (:result-types tagged-num)
+  (:generator 1 (inst mov id (thread-slot-ea thread-mutex-owner-id-slot))))

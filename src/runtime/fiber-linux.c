@@ -1,0 +1,313 @@
+/*
+ * What the fiber scheduler asks of Linux: readiness of descriptors, a wake-up, a clock.
+ */
+
+/*
+ * This software is part of the SBCL system. See the README file for
+ * more information.
+ *
+ * This software is derived from the CMU CL system, which was
+ * written at Carnegie Mellon University and released into the
+ * public domain. The software is in the public domain and is
+ * provided with absolutely no warranty. See the COPYING and CREDITS
+ * files for more information.
+ */
+
+#define _GNU_SOURCE
+#include "genesis/sbcl.h"
+#ifdef LISP_FEATURE_SB_FIBER
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdint.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/select.h>
+#include <sys/syscall.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+/* The contract is in code/fiber-poller.lisp; these numbers belong to it. */
+enum { INPUT = 1, OUTPUT = 2 };
+
+static uint32_t to_epoll(int directions)
+{
+    return EPOLLET | EPOLLONESHOT
+        | (directions & INPUT ? EPOLLIN | EPOLLPRI | EPOLLRDHUP : 0)
+        | (directions & OUTPUT ? EPOLLOUT : 0);
+}
+
+/* An error or hang-up is for both sides to find out about by trying. */
+static int from_epoll(uint32_t events)
+{
+    return (events & (EPOLLIN|EPOLLPRI|EPOLLRDHUP|EPOLLHUP|EPOLLERR) ? INPUT : 0)
+        | (events & (EPOLLOUT|EPOLLHUP|EPOLLERR) ? OUTPUT : 0);
+}
+
+int fiber_poller_open()
+{
+    return epoll_create1(EPOLL_CLOEXEC);
+}
+
+/* An eventfd in EPOLL whose events carry DATA; edge triggered, so it is never read. */
+int fiber_poller_add_wakeup(int epoll, uint64_t data)
+{
+    int fd = eventfd(0, EFD_CLOEXEC|EFD_NONBLOCK);
+    struct epoll_event event = { .events = EPOLLIN|EPOLLET, .data.u64 = data };
+    if (fd >= 0 && epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event)) {
+        close(fd);
+        return -1;
+    }
+    return fd;
+}
+
+void fiber_poller_wake(int wakeup)
+{
+    uint64_t one = 1;
+    int saved_errno = errno;
+    while (write(wakeup, &one, sizeof one) < 0 && errno == EINTR) {}
+    errno = saved_errno;
+}
+
+/* Report the next readiness of FD in DIRECTIONS, once. 0 or an errno. The descriptor is
+ * registered already, as a rule; if it was closed behind our back it is not, and if its
+ * number was closed while a duplicate lives on, ADD finds it there after MOD did not. */
+int fiber_poller_arm(int epoll, int fd, int directions, uint64_t data)
+{
+    struct epoll_event event = { .events = to_epoll(directions), .data.u64 = data };
+    for (int tries = 0; tries < 3; ++tries) {
+        if (!epoll_ctl(epoll, EPOLL_CTL_MOD, fd, &event)) return 0;
+        if (errno != ENOENT) return errno;
+        if (!epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event)) return 0;
+        if (errno != EEXIST) return errno;
+    }
+    return errno;
+}
+
+void fiber_poller_forget(int epoll, int fd)
+{
+    struct epoll_event event;
+    epoll_ctl(epoll, EPOLL_CTL_DEL, fd, &event);
+}
+
+#define MAX_EVENTS 256
+
+static int wait_for_events(int epoll, struct epoll_event* events, int n, int64_t nanoseconds)
+{
+    static int no_pwait2;
+    if (nanoseconds <= 0 || no_pwait2)
+        return epoll_wait(epoll, events, n,
+                          nanoseconds < 0 ? -1
+                          : nanoseconds > (int64_t)86400*1000*1000*1000 ? 86400*1000
+                          : (int)((nanoseconds + 999999) / 1000000));
+    struct timespec timeout = { nanoseconds / 1000000000, nanoseconds % 1000000000 };
+    int found = syscall(SYS_epoll_pwait2, epoll, events, n, &timeout, 0, 0);
+    if (found < 0 && errno == ENOSYS) { // before Linux 5.11
+        no_pwait2 = 1;
+        return wait_for_events(epoll, events, n, nanoseconds);
+    }
+    return found;
+}
+
+/* Wait at most NANOSECONDS, for ever if negative. Writes pairs of words to OUT, which has room
+ * for N: an event's data and its directions. Returns their number; 0 also if a
+ * signal came. */
+int fiber_poller_wait(int epoll, uint64_t* out, int n, int64_t nanoseconds)
+{
+    struct epoll_event events[MAX_EVENTS];
+    int found = wait_for_events(epoll, events, n < MAX_EVENTS ? n : MAX_EVENTS, nanoseconds);
+    for (int i = 0; i < found; ++i) {
+        out[2*i] = events[i].data.u64;
+        out[2*i+1] = from_epoll(events[i].events);
+    }
+    return found < 0 ? 0 : found;
+}
+
+/* Is FD ready for DIRECTION now? 1, 0, or minus an errno. */
+int fiber_poll_now(int fd, int direction)
+{
+    struct pollfd p = { fd, direction == INPUT ? POLLIN|POLLPRI : POLLOUT, 0 };
+    int found;
+    while ((found = poll(&p, 1, 0)) < 0 && errno == EINTR) {}
+    return found < 0 ? -errno : found;
+}
+
+/* read(2) and write(2) that never wait, for descriptors for which the kernel has
+ * such a thing. Minus an errno: EAGAIN if they would wait, ENOTSOCK or EOPNOTSUPP if the
+ * question makes no sense for FD. */
+int64_t fiber_receive_now(int fd, void* buffer, uint64_t n)
+{
+    int64_t count = recv(fd, buffer, n, MSG_DONTWAIT);
+    return count < 0 ? -errno : count;
+}
+
+int64_t fiber_send_now(int fd, void* buffer, uint64_t n)
+{
+    int64_t count = send(fd, buffer, n, MSG_DONTWAIT|MSG_NOSIGNAL);
+    return count < 0 ? -errno : count;
+}
+
+int64_t fiber_read_now(int fd, void* buffer, uint64_t n)
+{
+    struct iovec v = { buffer, n };
+    int64_t count = preadv2(fd, &v, 1, -1, RWF_NOWAIT);
+    return count < 0 ? -errno : count;
+}
+
+int64_t fiber_write_now(int fd, void* buffer, uint64_t n)
+{
+    struct iovec v = { buffer, n };
+    int64_t count = pwritev2(fd, &v, 1, -1, RWF_NOWAIT);
+    return count < 0 ? -errno : count;
+}
+
+int64_t fiber_plain_read(int fd, void* buffer, uint64_t n)
+{
+    int64_t count;
+    while ((count = read(fd, buffer, n)) < 0 && errno == EINTR) {}
+    return count < 0 ? -errno : count;
+}
+
+int64_t fiber_plain_write(int fd, void* buffer, uint64_t n)
+{
+    int64_t count;
+    while ((count = write(fd, buffer, n)) < 0 && errno == EINTR) {}
+    return count < 0 ? -errno : count;
+}
+
+/* Set O_NONBLOCK. 1 if it was not set before, 0 if it was, -1 if that fails. */
+int fiber_set_nonblocking(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    if (flags < 0) return -1;
+    if (flags & O_NONBLOCK) return 0;
+    return fcntl(fd, F_SETFL, flags | O_NONBLOCK) ? -1 : 1;
+}
+
+/* The caller wants errno as it is. */
+int fiber_set_blocking(int fd)
+{
+    int saved_errno = errno, flags = fcntl(fd, F_GETFL);
+    int result = flags < 0 ? -1 : fcntl(fd, F_SETFL, flags & ~O_NONBLOCK);
+    errno = saved_errno;
+    return result;
+}
+
+/* How a connect(2) that was in progress has ended, in its own form. */
+int fiber_connect_result(int fd)
+{
+    int error = 0;
+    socklen_t size = sizeof error;
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size)) return -1;
+    errno = error;
+    return error ? -1 : 0;
+}
+
+/*
+ * Sets of descriptors. The result is one word: a single descriptor with its directions in
+ * bits 32 and 33, or an epoll descriptor that is readable when one of the set is ready,
+ * with bit 40. -1 if something is ready or wrong, so that one should ask at once; -2 if
+ * the set is empty.
+ */
+#define SET_IS_EPOLL ((int64_t)1 << 40)
+
+struct set_builder { int64_t single; int epoll; int count; };
+
+static int add_to_epoll(struct set_builder* b, int fd, uint32_t events)
+{
+    if (b->epoll < 0 && (b->epoll = epoll_create1(EPOLL_CLOEXEC)) < 0) return -1;
+    struct epoll_event event = { .events = events };
+    return epoll_ctl(b->epoll, EPOLL_CTL_ADD, fd, &event);
+}
+
+static uint32_t level_events(int directions)
+{
+    return to_epoll(directions) & ~(EPOLLET|EPOLLONESHOT);
+}
+
+static int add_to_set(struct set_builder* b, int fd, int directions)
+{
+    if (b->count++ == 0) {
+        b->single = fd | (int64_t)directions << 32;
+        return directions == (INPUT|OUTPUT) ? add_to_epoll(b, fd, level_events(directions)) : 0;
+    }
+    if (b->epoll < 0 && add_to_epoll(b, b->single & 0xfffff, level_events(b->single >> 32)))
+        return -1;
+    return add_to_epoll(b, fd, level_events(directions));
+}
+
+static int64_t finish_set(struct set_builder* b, int failed)
+{
+    if (failed) {
+        if (b->epoll >= 0) close(b->epoll);
+        return -1;
+    }
+    return b->epoll >= 0 ? b->epoll | SET_IS_EPOLL : b->count ? b->single : -2;
+}
+
+static int fd_is_set(fd_set* set, int fd) { return set && FD_ISSET(fd, set); }
+
+int64_t fiber_select_set(int n, fd_set* input, fd_set* output, fd_set* exceptions)
+{
+    struct set_builder b = { -1, -1, 0 };
+    int failed = 0;
+    for (int fd = 0; fd < n && !failed; ++fd) {
+        int directions = (fd_is_set(input, fd) || fd_is_set(exceptions, fd) ? INPUT : 0)
+            | (fd_is_set(output, fd) ? OUTPUT : 0);
+        if (directions) failed = add_to_set(&b, fd, directions);
+    }
+    return finish_set(&b, failed);
+}
+
+int64_t fiber_poll_set(struct pollfd* fds, int n)
+{
+    struct set_builder b = { -1, -1, 0 };
+    int failed = 0;
+    for (int i = 0; i < n && !failed; ++i) {
+        int directions = (fds[i].events & (POLLIN|POLLPRI) ? INPUT : 0)
+            | (fds[i].events & POLLOUT ? OUTPUT : 0);
+        if (fds[i].fd >= 0 && directions) failed = add_to_set(&b, fds[i].fd, directions);
+    }
+    return finish_set(&b, failed);
+}
+
+/* Nanoseconds of a clock that does not jump. No alien stack is used for it in Lisp. */
+uint64_t fiber_now()
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Processors that this process may use: by affinity, and by the quota of its cgroup. */
+static long quota_of_cgroup()
+{
+    char text[64] = "";
+    int fd = open("/sys/fs/cgroup/cpu.max", O_RDONLY|O_CLOEXEC);
+    if (fd < 0) return 0;
+    ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
+    long quota = 0, period = 0;
+    char* p = text;
+    if (n <= 0 || *p == 'm') return 0; // "max"
+    while (*p >= '0' && *p <= '9') quota = quota*10 + (*p++ - '0');
+    while (*p == ' ') ++p;
+    while (*p >= '0' && *p <= '9') period = period*10 + (*p++ - '0');
+    return period ? (quota + period - 1) / period : 0;
+}
+
+int fiber_processor_count()
+{
+    cpu_set_t set;
+    long count = sched_getaffinity(0, sizeof set, &set) ? sysconf(_SC_NPROCESSORS_ONLN)
+                                                         : CPU_COUNT(&set);
+    long quota = quota_of_cgroup();
+    if (quota > 0 && quota < count) count = quota;
+    return count < 1 ? 1 : (int)count;
+}
+
+#endif

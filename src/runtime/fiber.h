@@ -1,0 +1,45 @@
+/* The runtime's side of fibers: see fiber.c */
+
+/*
+ * This software is part of the SBCL system. See the README file for
+ * more information.
+ *
+ * This software is derived from the CMU CL system, which was
+ * written at Carnegie Mellon University and released into the
+ * public domain. The software is in the public domain and is
+ * provided with absolutely no warranty. See the COPYING and CREDITS
+ * files for more information.
+ */
+
+#ifndef SBCL_FIBER_H
+#define SBCL_FIBER_H
+
+#ifdef LISP_FEATURE_SB_FIBER
+
+#include <signal.h>
+#include "runtime.h"
+#include "os.h"
+#include "genesis/fiber-context.h"
+#include "interrupt.h"
+#include "thread.h"
+
+/* The values of *context->state_cell, as in compiler/generic/fiber-objdef.lisp. */
+enum { FIBER_STACK_FREE, FIBER_STACK_SUSPENDED, FIBER_STACK_MOUNTED };
+
+typedef void fiber_root_visitor(os_context_register_t, void*);
+
+/* roots, with the world stopped */
+extern void fiber_scan_control_stacks(fiber_root_visitor* visit,
+                                      fiber_root_visitor* visit_register);
+extern void fiber_scav_binding_stacks(void (*mark)(lispobj));
+extern int fiber_verify_binding_stacks(int (*verify)(lispobj, lispobj*, void*), void* arg);
+extern void fiber_exclude_own_stack(struct thread*, lispobj* from, lispobj* to);
+
+/* signals and faults */
+extern void fiber_settle_pending(struct thread*, os_context_t*);
+extern bool fiber_handle_fault(struct thread*, os_context_t*, os_vm_address_t);
+extern void fiber_scrub_limits(struct thread*, os_vm_address_t* guard,
+                               os_vm_address_t* hard_guard, unsigned* size);
+
+#endif
+#endif
