@@ -141,7 +141,8 @@ if [ "$from" = directory ] ||
     if [ "$from" = directory ]; then
         [ -f "$source/make-config.sh" ] || die "$source is not SBCL's source"
         mkdir "$build/unpack.tmp/sbcl"
-        tar -C "$source" --exclude=./.git -cf - . |
+        tar -C "$source" --exclude=./.git --exclude=./obj --exclude=./output \
+            --exclude=./src/runtime/ldb -cf - . |
             tar -C "$build/unpack.tmp/sbcl" -xf -
         (cd "$build/unpack.tmp/sbcl" && sh clean.sh) >/dev/null 2>&1 ||
             die "cannot clean a copy of $source: clean it yourself"
@@ -205,13 +206,16 @@ rm -rf "$build/laid"
 mv "$build/laid.tmp" "$build/laid"
 echo "\"$release.fibers\"" >"$tree/version.lisp-expr"
 
-### What has to be built: $build/built tells of what the last build was made
+### What has to be built
+#
+# $build/built tells of what the last build was made, in lines "option OPTION"
+# and "SUM  ./FILE", or "unknown ./FILE" if a build that failed came that far.
 
 sed 's/^/option /' "$build/options.tmp" >"$build/header.tmp"
 (cd "$build/laid" && find . -type f | sort | xargs -r sha256sum) >"$build/sums.tmp"
 
-# built [FILE]: say that all has been built, except those listed in FILE, of
-# which nobody knows: a build that fails or is killed must not pass for whole.
+# built [FILE]: say that all has been built, but that of the files listed in
+# FILE nobody knows: a build that fails or is killed must not pass for whole.
 built() {
     if [ $# -gt 0 ]; then
         awk 'FNR == NR { changed[$0]; next } !($2 in changed)' "$1" "$build/sums.tmp"
@@ -239,7 +243,9 @@ fi
 while read -r file; do
     case $file in
         ./tests/* | ./doc/*) ;;
-        ./src/runtime/*.h) runtime=true headers=true ;;
+        # make has it among the dependencies of others.
+        ./src/runtime/*.h) runtime=true headers=true
+                           [ -f "$tree/$file" ] || all=true ;;
         ./src/runtime/*.[cS]) runtime=true ;;
         ./contrib/*) contribs=true ;;
         *.lisp) stem=${file#./} stem=${stem%.lisp}
@@ -250,8 +256,7 @@ done <"$build/changed.tmp"
 
 ### Building
 
-jobs=${SBCL_MAKE_JOBS--j$(nproc)}
-SBCL_MAKE_JOBS=$jobs
+: "${SBCL_MAKE_JOBS=-j$(nproc)}"
 export SBCL_MAKE_JOBS
 unset SBCL_HOME || :
 

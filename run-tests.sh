@@ -33,6 +33,7 @@ lisp=/usr/share/common-lisp/source
     needs="cl-fiveam=$lisp/fiveam cl-hunchentoot=$lisp/hunchentoot
            cl-usocket=$lisp/usocket cl-bordeaux-threads=$lisp/bordeaux-threads
            cl-cffi=$lisp/cl-cffi"
+case " $* " in *" upstream "*) needs="$needs procps=ps" ;; esac
 # All at once: whoever may not install gets one line to run.
 [ -f "$build/built" ] || needs="$needs $(build_needs)"
 need $needs
@@ -83,7 +84,9 @@ upstream() {
     good=$(grep -c ': success (' "$log") || :
     set -- $bad
     for file; do
-        tail -n 40 "$logs"/sbcl-test-logs-*/"$file"
+        # A profile comes after what matters.
+        grep -A 15 -e FAILURE -e Unhandled -e fatal "$logs"/sbcl-test-logs-*/"$file" ||
+            tail -n 40 "$logs"/sbcl-test-logs-*/"$file"
         echo "upstream: $file failed"
     done
     if grep -q '^Total realtime' "$log"; then
