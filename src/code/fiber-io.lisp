@@ -205,7 +205,7 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
 
 (defmacro with-parking ((fd direction &key (when t)) &body call)
   "The value of CALL, a system call on FD that returns -1 and sets errno if it fails. While it fails
-with EAGAIN wait for DIRECTION and do it again, if WHEN."
+with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it again, if WHEN."
   `(flet ((call () ,@call))
      (call-with-parking #'call ,fd ,direction ,when)))
 
@@ -213,9 +213,16 @@ with EAGAIN wait for DIRECTION and do it again, if WHEN."
   (declare (function function) (dynamic-extent function))
   (loop
     (let ((result (funcall function)))
-      (unless (and (eql result -1) when (eql (get-errno) sb-unix:ewouldblock))
+      (unless (and (eql result -1)
+                   when
+                   (eql (get-errno) sb-unix:ewouldblock)
+                   (or (nonblocking-by-us-p fd)
+                       (and (parkable-fd-p fd) (not (nonblocking-p fd)))))
         (return result))
       (sb-unix:unix-simple-poll fd direction -1))))
+
+(defun nonblocking-p (fd)
+  (= 1 (alien-funcall (extern-alien "fiber_is_nonblocking" (function int int)) fd)))
 
 (defun set-nonblocking (fd)
   (alien-funcall (extern-alien "fiber_set_nonblocking" (function int int)) fd))
@@ -272,7 +279,7 @@ with EAGAIN wait for DIRECTION and do it again, if WHEN."
         (now (parking-flags fd flags)))
     (declare (type index sent))
     (loop
-      (let ((count (with-parking (fd :output :when (not (= now flags)))
+      (let ((count (with-parking (fd :output)
                      (alien-funcall (extern-alien "send" (function (signed 64) int
                                                                    system-area-pointer
                                                                    unsigned int))

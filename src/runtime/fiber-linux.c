@@ -179,6 +179,12 @@ int64_t fiber_plain_write(int fd, void* buffer, uint64_t n)
     return count < 0 ? -errno : count;
 }
 
+int fiber_is_nonblocking(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    return flags >= 0 && (flags & O_NONBLOCK);
+}
+
 /* Set O_NONBLOCK. 1 if it was not set before, 0 if it was, -1 if that fails. */
 int fiber_set_nonblocking(int fd)
 {
