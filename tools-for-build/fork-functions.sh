@@ -132,15 +132,16 @@ patched() {
         patch -s -F0 --no-backup-if-mismatch -r - "$3" "$1" >&2
 }
 
-# Files in the tree that someone has edited: neither upstream's, nor as they
-# were laid, nor as they are to be laid from the staged DIR.
+# edited_files [DIR]: files in the tree that someone has edited: neither
+# upstream's, nor as they were laid, nor as they are to be laid from the staged
+# DIR.  SBCL's build itself notes new hash functions in xperfecthash*.
 edited_files() (
     [ -d "$tree" ] && cd "$tree" || return 0
     {
         LC_ALL=C diff -rq "$build/upstream" . |
             sed -n 's,^Files .* and \./\(.*\) differ$,\1,p'
         { cd "$build/laid" && find . -type f; } 2>/dev/null | sed 's,^\./,,'
-    } | sort -u | while read -r file; do
+    } | grep -v '^xperfecthash' | sort -u | while read -r file; do
         [ ! -f "$file" ] || cmp -s "$build/upstream/$file" "$file" ||
             cmp -s "$build/laid/$file" "$file" ||
             cmp -s "${1-}/$file" "$file" || echo "$file"
