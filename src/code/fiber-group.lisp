@@ -137,9 +137,13 @@ that runs no fiber this is PROGN."
     (catch 'fiber-lost
       (setf (context-word (context-of fiber) base-catch-block)
             (get-lisp-obj-address sb-vm:*current-catch-block*))
-      (setq *interrupts-enabled* t)
-      (call-fiber-function fiber))
-    (setq *interrupts-enabled* nil)
+      ;; CATCH-RUNAWAY-UNWIND takes the end of the chain of cleanups for the end of the
+      ;; stack: the catch tags of the fiber must lie within one.
+      (unwind-protect
+           (progn (setq *interrupts-enabled* t)
+                  (call-fiber-function fiber))
+        (setq *interrupts-enabled* nil)))
+    (setq *interrupts-enabled* nil) ; FIBER-LOST does not pass the cleanup
     (end-fiber fiber)))
 
 (defun call-fiber-function (fiber)

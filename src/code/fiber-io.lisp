@@ -137,9 +137,9 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
 (declaim (inline count-or-errno))
 (defun count-or-errno (result)
   (declare (type (signed-byte 64) result))
-  (if (minusp result)
-      (values nil (- result))
-      (values result 0)))
+  (cond ((minusp result) (values nil (- result)))
+        (t (spend-budget)
+           (values result 0))))
 
 (defun unix-read-now (fd sap n)
   "UNIX-READ, but in a fiber it fails with EWOULDBLOCK instead of waiting."
@@ -175,7 +175,7 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
 (defun park-on-set (set deadline)
   "Park for a SET as runtime/fiber-linux.c describes it."
   (declare (type (signed-byte 64) set))
-  (cond ((= set -1) nil)
+  (cond ((= set -1) (spend-budget))
         ((= set -2) (park-until deadline))
         ((logtest set (ash 1 40))
          (let ((fd (ldb (byte 20 0) set)))
@@ -184,7 +184,8 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
         (t (park-on-fd (ldb (byte 20 0) set) (ldb (byte 2 32) set) deadline))))
 
 (defun park-before-select (n read-fds write-fds exception-fds seconds microseconds)
-  "Park until select(2) with these arguments would not wait, or its time is over."
+  "Park until select(2) with these arguments would not wait, or its time is over. To be called when
+it has been found that it would."
   (flet ((sap (fds) (if fds (alien-sap fds) (int-sap 0))))
     (park-on-set (alien-funcall
                   (extern-alien "fiber_select_set"
@@ -195,7 +196,8 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
                       (timeout-to-deadline (or seconds 0) (or microseconds 0))))))
 
 (defun park-before-poll (pollfds n milliseconds)
-  "Park until poll(2) with these arguments would not wait, or its time is over."
+  "Park until poll(2) with these arguments would not wait, or its time is over. To be called
+when it has been found that it would."
   (park-on-set (alien-funcall (extern-alien "fiber_poll_set"
                                             (function (signed 64) system-area-pointer int))
                               pollfds n)

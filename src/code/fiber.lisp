@@ -26,6 +26,7 @@
 ;;;; The files beside this one, each of which can be read and tested alone:
 ;;;;   fiber-lock     the spin lock under all that follows
 ;;;;   fiber-deque    the run queue
+;;;;   fiber-injector the queue of what comes from outside
 ;;;;   fiber-timers   the deadline heap
 ;;;;   fiber-stack    stacks, and what a fiber starts with; runtime/fiber.c for the collector
 ;;;;   fiber-poller   who waits for which descriptor
@@ -82,7 +83,8 @@
 ;;;; looks at its deadlines, its poller and the injector. So a fiber that is runnable on
 ;;;; a scheduler with Q others in front of it runs after Q + (Q / +TURNS-PER-POLL+) * E others at
 ;;;; most, E being what a poll can add before it, that is nothing: all that a poll finds
-;;;; is queued behind it.
+;;;; is queued behind it. A fiber that always finds its descriptors ready would never park: after
+;;;; +CALLS-PER-TURN+ such calls it yields (SPEND-BUDGET).
 
 ;;;; phases
 
@@ -103,6 +105,7 @@
 ;;;; schedulers, carriers, groups
 
 (defconstant +turns-per-poll+ 61)
+(defconstant +calls-per-turn+ 32)
 
 (defstruct (scheduler (:constructor %make-scheduler (group poller))
                       (:copier nil))
@@ -124,6 +127,8 @@
   (inbox nil)
   ;; What a spare sleeps on: 1 when there may be something for it.
   (alarm 0 :type word)
+  ;; How many more calls the mounted fiber may find ready before it yields.
+  (budget 0 :type fixnum)
   ;; Who was left by the last switch on this carrier, and what is to become of it.
   (predecessor nil)
   (action nil))
@@ -135,8 +140,7 @@
   (name nil :type (or null string) :read-only t)
   (schedulers #() :type simple-vector)
   (carriers '() :type list)
-  ;; A chain through NEXT, last in first.
-  (injector nil)
+  (injector (make-injector) :type injector :read-only t)
   ;; Bits of the pollers of sleeping schedulers.
   (idle 0 :type (unsigned-byte 62))
   (searching 0 :type word)
@@ -242,7 +246,7 @@
     (wake-one-idle group)))
 
 (defun inject (group fiber)
-  (push-chain (fiber-group-injector group) fiber)
+  (injector-put (fiber-group-injector group) fiber)
   (call-for-help group))
 
 (declaim (inline my-scheduler))
@@ -299,6 +303,7 @@
   "Carry out what the stack that was left wanted."
   (let* ((carrier (truly-the carrier *carrier*))
          (predecessor (carrier-predecessor carrier)))
+    (setf (carrier-budget carrier) +calls-per-turn+)
     (when predecessor
       (let ((fiber (truly-the fiber predecessor))
             (action (carrier-action carrier)))
@@ -464,6 +469,13 @@ In a signal handler and in a foreign callback there are addresses of the OS thre
   "What SLEEP does in a fiber."
   (park-until (seconds-from-now seconds)))
 
+;;; Not a yield of each call: the fibers in front would cost more than the call.
+(defun spend-budget ()
+  "Called in a fiber after a call that could have waited did not."
+  (let ((carrier (truly-the carrier *carrier*)))
+    (when (minusp (decf (carrier-budget carrier)))
+      (fiber-yield))))
+
 (declaim (ftype (sfunction () null) fiber-yield))
 (defun fiber-yield ()
   "Let the other fibers that can run do so before this one goes on. In a thread that runs
@@ -490,9 +502,15 @@ no fiber, yield the processor."
 
 (defun collect-reports (scheduler nanoseconds)
   "Unpark the fibers of SCHEDULER whose descriptors are ready; wait for NANOSECONDS if none is."
+  ;; No more than the queue has room for: what overflowed to the injector would lose
+  ;; its place to others, and its carrier.
   (let* ((poller (scheduler-poller scheduler))
          (events (poller-events poller))
-         (n (%poller-wait (poller-epoll poller) events events-per-wait nanoseconds)))
+         (room (ash (- run-queue-capacity (run-queue-length (scheduler-queue scheduler))) -1))
+         (n (if (> room 0)
+                (%poller-wait (poller-epoll poller) events (min room events-per-wait) nanoseconds)
+                0)))
+    (declare (fixnum room))
     (dotimes (i n)
       (let ((data (sap-ref-word events (* i 16)))
             (directions (ldb (byte 2 0) (sap-ref-word events (+ 8 (* i 16))))))
@@ -502,19 +520,17 @@ no fiber, yield the processor."
             (when writer (unpark writer))))))))
 
 (defun collect-injected (scheduler)
-  "Queue some of what has come from outside; the rest goes back for others."
-  (let ((group (truly-the fiber-group (scheduler-group scheduler))))
-    (let ((chain (take-chain (fiber-group-injector group)))
-          (queue (scheduler-queue scheduler)))
-      (loop while chain
-            do (let ((fiber (truly-the fiber chain)))
-                 (unless (run-queue-put queue fiber) (return))
-                 (setf chain (fiber-next fiber)
-                       (fiber-next fiber) nil)))
-      (loop while chain
-            do (let ((fiber (truly-the fiber chain)))
-                 (setf chain (fiber-next fiber))
-                 (push-chain (fiber-group-injector group) fiber))))))
+  "Queue some of what has come from outside, and leave the rest to others."
+  (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
+         (queue (scheduler-queue scheduler))
+         (room (ash (- run-queue-capacity (run-queue-length queue)) -1)))
+    (when (> room 0)
+      (let ((chain (injector-take (fiber-group-injector group) room)))
+        (loop while chain
+              do (let ((fiber (truly-the fiber chain)))
+                   (setf chain (fiber-next fiber)
+                         (fiber-next fiber) nil)
+                   (run-queue-put queue fiber)))))))
 
 (defun steal-work (scheduler)
   (let* ((all (fiber-group-schedulers (truly-the fiber-group (scheduler-group scheduler))))
@@ -531,7 +547,8 @@ no fiber, yield the processor."
   (setf (scheduler-turns scheduler) 0)
   (collect-expired scheduler)
   (collect-reports scheduler 0)
-  (when (fiber-group-injector (truly-the fiber-group (scheduler-group scheduler)))
+  (when (injector-first
+         (fiber-group-injector (truly-the fiber-group (scheduler-group scheduler))))
     (collect-injected scheduler))
   (run-queue-take (scheduler-queue scheduler)))
 
@@ -567,7 +584,7 @@ no fiber, yield the processor."
 (defun something-to-do-p (carrier scheduler)
   (let ((group (truly-the fiber-group (scheduler-group scheduler))))
     (or (carrier-inbox carrier)
-        (fiber-group-injector group)
+        (injector-first (fiber-group-injector group))
         (eq (fiber-group-state group) :stopped)
         *interrupt-pending*
         (loop for other across (fiber-group-schedulers group)

@@ -246,9 +246,17 @@ static int add_to_set(struct set_builder* b, int fd, int directions)
     return add_to_epoll(b, fd, level_events(directions));
 }
 
+/* A loop that accepts connections would otherwise park once for each. */
+static int ready_at_once(struct set_builder* b)
+{
+    struct pollfd p = { b->epoll >= 0 ? b->epoll : (int)(b->single & 0xfffff), 0, 0 };
+    p.events = b->epoll >= 0 || b->single >> 32 == INPUT ? POLLIN|POLLPRI : POLLOUT;
+    return poll(&p, 1, 0) != 0;
+}
+
 static int64_t finish_set(struct set_builder* b, int failed)
 {
-    if (failed) {
+    if (failed || (b->count && ready_at_once(b))) {
         if (b->epoll >= 0) close(b->epoll);
         return -1;
     }

@@ -102,7 +102,7 @@ static pthread_mutex_t arenas_lock = PTHREAD_MUTEX_INITIALIZER;
 uword_t fiber_default_stack_size = 256*KIB;
 
 /* Free stacks beyond this many give their pages back. */
-uword_t fiber_stack_high_water = 4096;
+uword_t fiber_stack_high_water = 16384;
 static uword_t n_free_stacks;
 
 /*
