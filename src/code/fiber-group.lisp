@@ -26,6 +26,10 @@
 (define-load-time-global *default-group* nil)
 (declaim (type (or null fiber-group) *default-group*))
 
+;;; The groups that have carriers.
+(define-load-time-global *groups* '())
+(declaim (type list *groups*))
+
 (define-load-time-global *fiber-storage-lock* (sb-thread:make-mutex :name "fiber memory"))
 
 (define-load-time-global *pinned-blocking-action* nil
@@ -159,7 +163,17 @@ that runs no fiber this is PROGN."
                  (catch 'sb-thread::%return-from-thread
                    (sb-c::inspect-unwinding
                     (call-with-initial-bindings fiber)
-                    #'sb-di::catch-runaway-unwind)))))))))
+                    #'sb-di::catch-runaway-unwind))))))))
+  (when *exit-in-progress* (exit-from-thread)))
+
+;;; EXIT has unwound the fiber that called it. What comes next is for a thread: it waits
+;;; for the others, and ends the process in the main one.
+(defun exit-from-thread ()
+  (let ((code (shiftf *exit-in-progress* nil))
+        (timeout *exit-timeout*))
+    (when (sb-thread:holding-mutex-p sb-impl::*exit-lock*)
+      (sb-thread:release-mutex sb-impl::*exit-lock*))
+    (sb-thread:make-thread (lambda () (exit :code code :timeout timeout)) :name "exit")))
 
 (defun call-with-initial-bindings (fiber)
   (let ((function (the function (shiftf (fiber-function fiber) nil)))
@@ -410,6 +424,7 @@ registered; there is :ONE-SHOT. NAME is for printing."
           do (start-carrier group scheduler))
     (setf (fiber-group-manager group)
           (make-carrier-thread "fiber carrier manager" #'run-manager group))
+    (atomic-push group *groups*)
     group))
 
 (declaim (ftype (sfunction (fiber-group) boolean) fiber-group-done-p))
@@ -461,7 +476,22 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
     (dolist (thread (fiber-group-carriers group))
       (sb-thread:join-thread thread :default nil))
     (loop for scheduler across (fiber-group-schedulers group)
-          do (free-poller (scheduler-poller scheduler)))))
+          do (free-poller (scheduler-poller scheduler)))
+    (forget-group group)))
+
+(defun forget-group (group)
+  (loop (let ((old *groups*))
+          (when (eq (cas *groups* old (remove group old)) old) (return)))))
+
+;;; Carriers are ephemeral threads, which SAVE-LISP-AND-DIE expects to be able to stop. It
+;;; cannot know what to do with their fibers.
+(defun prepare-to-save ()
+  "Refuse to save an image with carriers, else forget what holds for this process only."
+  (when *groups*
+    (error "~@<Cannot save a core while fibers have carriers: call FINISH-FIBERS first on~
+            ~{ ~S~^,~}.~:@>" *groups*))
+  (fill *fiber-table* 0)
+  (fill *fd-table* 0))
 
 (declaim (ftype (sfunction (t &key (:carrier-count t)) list) run-fibers))
 (defun run-fibers (fibers &key carrier-count)
@@ -540,3 +570,65 @@ interrupted for it: it prints the backtrace itself, at the point where it is par
            (sb-thread:wait-on-semaphore done)
            (write-string text stream))))
   nil)
+
+;;;; the bindings of a fiber, for others to look at
+
+;;; A suspended fiber's newest entry for a symbol holds its value. The fiber must not be
+;;; mounted meanwhile: it is held back in the phase in which one is that has not yet left
+;;; its stack. One that is runnable, or mounted elsewhere, is asked to do it when it parks.
+(defun call-with-fiber-held (fiber function)
+  "Call FUNCTION while FIBER, which is parked, stays so. Return false if it is not parked."
+  (declare (function function) (dynamic-extent function))
+  (without-interrupts
+    (when (phase-becomes-p fiber +parked+ +parking+)
+      (unwind-protect (funcall function)
+        (finish-parking fiber))
+      t)))
+
+(defun find-binding (fiber symbol)
+  "The address of the newest entry for SYMBOL on the binding stack of FIBER, or NIL."
+  (let* ((context (context-of fiber))
+         (start (context-word context binding-stack-start))
+         (size (* sb-vm:binding-size sb-vm:n-word-bytes))
+         (tls-index (symbol-tls-index symbol)))
+    (loop for entry of-type word = (context-word context binding-stack-pointer) then (- entry size)
+          until (= entry start)
+          when (= tls-index (sap-ref-32 (int-sap (- entry size))
+                                        (ash sb-vm:binding-symbol-slot sb-vm:word-shift)))
+          return (- entry size))))
+
+(defun call-with-binding (fiber symbol function)
+  "The values of FUNCTION, called with the address of the newest binding of SYMBOL in FIBER, or NIL and
+why not."
+  (declare (function function) (dynamic-extent function))
+  (let ((result nil)
+        (status (if (fiber-alive-p fiber) :no-tls-value :thread-dead)))
+    (call-with-fiber-held
+     fiber
+     (lambda ()
+       (let ((entry (find-binding fiber symbol)))
+         (when entry
+           (setf (values result status) (funcall function (int-sap entry)))))))
+    (values result status)))
+
+(defconstant binding-value-offset (ash sb-vm:binding-value-slot sb-vm:word-shift))
+
+(defun symbol-value-in-fiber (symbol fiber)
+  "What SYMBOL-VALUE-IN-THREAD is made of: the value, and :OK or what is wrong."
+  (if (eq fiber *current-thread*)
+      (if (boundp symbol)
+          (values (symbol-value symbol) :ok)
+          (values nil :unbound-in-thread))
+      (call-with-binding fiber symbol
+        (lambda (entry)
+          (if (= sb-vm:unbound-marker-widetag (sap-ref-8 entry binding-value-offset))
+              (values nil :unbound-in-thread)
+              (values (sap-ref-lispobj entry binding-value-offset) :ok))))))
+
+(defun set-symbol-value-in-fiber (symbol fiber new-value)
+  (if (eq fiber *current-thread*)
+      (values (set symbol new-value) :ok)
+      (call-with-binding fiber symbol
+        (lambda (entry)
+          (setf (sap-ref-lispobj entry binding-value-offset) new-value)
+          (values new-value :ok)))))
