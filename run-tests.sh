@@ -4,7 +4,8 @@
 # usage: sh run-tests.sh [NAME]...
 #
 # NAME is a suite of tests/fiber/ (timers for tests/fiber/timers.lisp), or
-# "upstream": SBCL's own regression tests, each of its files counted as one.
+# "upstream": SBCL's own regression tests, each of its files counted as one
+# (to run one of them: cd build/sbcl/tests && sh run-tests.sh FILE).
 # Without a name, all are run.  The last line says how many checks passed and
 # how many failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT
 # seconds (300), counts as one that failed.  Logs are left in build/tests/.
