@@ -11,3 +11,70 @@
   (:use "COMMON-LISP" "FIVEAM"
         ;; A plain build has no such package: every suite says so itself.
         . #.(when (find-package "SB-FIBER") '("SB-FIBER"))))
+
+(in-package "SB-FIBER-TESTS")
+
+;;;; Groups that cannot hang a suite: whoever has not ended after *PATIENCE* is
+;;;; reported as an error. Only a bug makes a test wait that long.
+
+#+sb-fiber
+(progn
+(defparameter *patience* 60)
+
+(define-condition fibers-hang (error)
+  ((report :initarg :report :reader fibers-hang-report))
+  (:report (lambda (condition stream)
+             (format stream "These fibers do not end:~{~%  ~S~}" (fibers-hang-report condition)))))
+
+(defun describe-fibers ()
+  (loop for fiber in (list-all-fibers)
+        repeat 20
+        collect (list* fiber (multiple-value-list (fiber-state fiber)))))
+
+(defun call-with-group (function carrier-count)
+  (let ((group (start-fibers nil :carrier-count carrier-count))
+        (ok nil))
+    (unwind-protect (multiple-value-prog1 (funcall function group)
+                      (setf ok t))
+      (unless (or (finish-fibers group :timeout (if ok *patience* 1))
+                  (finish-fibers group :timeout 5 :abort t))
+        (when ok
+          (error 'fibers-hang :report (describe-fibers)))))))
+
+(defmacro with-group ((group &optional (carrier-count 2)) &body body)
+  "Execute BODY with GROUP bound to a running group, and wait until its fibers have ended."
+  `(call-with-group (lambda (,group) (declare (ignorable ,group)) ,@body) ,carrier-count))
+
+(defmacro spawn ((group &rest arguments) &body body)
+  "Submit a fiber that executes BODY. ARGUMENTS are those of MAKE-FIBER."
+  `(submit-fiber ,group (make-fiber (lambda () ,@body) ,@arguments)))
+
+(defun join (fiber)
+  "Join FIBER, and signal an error instead of waiting for ever."
+  (fiber-join fiber :timeout *patience*))
+
+(defun join-all (fibers)
+  (mapcar (lambda (fiber) (values (join fiber))) fibers))
+
+(defmacro in-fiber ((&optional (carrier-count 1) &rest arguments) &body body)
+  "The values of BODY, executed in a fiber."
+  `(with-group (group ,carrier-count)
+     (join (spawn (group ,@arguments) ,@body))))
+
+(defun in-fibers (carrier-count n function)
+  "Call FUNCTION with 0..N-1 in a fiber each; return a list of the results."
+  (with-group (group carrier-count)
+    (join-all (loop for i below n
+                    collect (let ((i i)) (spawn (group) (funcall function i)))))))
+
+(defmacro on-carriers ((carrier-count &key (counts ''(1 2 16)) (migration ''(nil t)))
+                       &body body)
+  "Execute BODY with each number of carriers, and again such that each wake-up goes through the
+injector, so that fibers are resumed by other carriers than before."
+  `(unwind-protect
+        (dolist (migration ,migration)
+          (setf sb-fiber::*force-migration* migration)
+          (dolist (,carrier-count ,counts)
+            ,@body))
+     (setf sb-fiber::*force-migration* nil)))
+)

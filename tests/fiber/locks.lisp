@@ -1,0 +1,627 @@
+;;;; What threads wait for, in fibers: exclusion, ownership, no wake-up lost
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(require :sb-concurrency)
+(in-package "SB-FIBER-TESTS")
+
+(import '(sb-thread:make-mutex sb-thread:with-mutex sb-thread:grab-mutex sb-thread:release-mutex
+          sb-thread:mutex-owner sb-thread:holding-mutex-p sb-thread:with-recursive-lock
+          sb-thread:make-waitqueue sb-thread:condition-wait sb-thread:condition-notify
+          sb-thread:condition-broadcast sb-thread:make-semaphore sb-thread:signal-semaphore
+          sb-thread:wait-on-semaphore sb-thread:try-semaphore sb-thread:semaphore-count
+          sb-thread:make-thread sb-thread:join-thread sb-thread:thread-yield))
+
+(def-suite* locks)
+
+(defun mixed (carrier-count n-fibers n-threads function)
+  "Call FUNCTION with 0, 1, ... in fibers and in threads at the same time; return the results."
+  (with-group (group carrier-count)
+    (let ((fibers (loop for i below n-fibers
+                        collect (let ((i i)) (spawn (group) (funcall function i)))))
+          (threads (loop for i from n-fibers repeat n-threads
+                         collect (make-thread function :arguments i))))
+      (append (join-all fibers)
+              (mapcar (lambda (thread) (join-thread thread :timeout *patience*)) threads)))))
+
+(defun yield-at-random ()
+  (when (= (random 3) 0) (thread-yield)))
+
+;;; What a lock protects: two increments at once are seen as a lost one.
+(defmacro slow-increment (place)
+  `(let ((old ,place))
+     (yield-at-random)
+     (setf ,place (1+ old))))
+
+;;;; Mutexes
+
+(defun count-under-mutex (carrier-count n-fibers n-threads)
+  (let ((mutex (make-mutex))
+        (count 0))
+    (mixed carrier-count n-fibers n-threads
+           (lambda (i)
+             (declare (ignore i))
+             (loop repeat 50 do (with-mutex (mutex) (slow-increment count)))))
+    count))
+
+;;; Prevents: two holders at once; a release that wakes nobody; a fiber that is woken and forgotten.
+(test mutex-excludes
+  (on-carriers (n)
+    (is (= 1500 (count-under-mutex n 30 0)))
+    (is (= 1500 (count-under-mutex n 26 4)))))
+
+;;; More mutexes than the parking lot has buckets: waiters for different words share one. Prevents
+;;; that a wake-up for one word goes to a waiter for another.
+(test mutexes-that-share-buckets
+  (on-carriers (n)
+    (let* ((mutexes (coerce (loop repeat 3000 collect (make-mutex)) 'vector))
+           (counts (make-array 3000 :initial-element 0)))
+      (in-fibers n 100 (lambda (i)
+                         (loop for k below 300
+                               do (let ((j (* 10 (mod (+ k (floor i 2)) 300))))
+                                    (with-mutex ((aref mutexes j))
+                                      (slow-increment (aref counts j)))))))
+      (is (= 30000 (reduce #'+ counts))))))
+
+;;; Prevents: ownership by the carrier, which other fibers of it would then seem to have, and
+;;; which does not go along when the fiber migrates.
+(test mutex-owner-is-the-fiber
+  (on-carriers (n)
+    (let ((mutex (make-mutex))
+          (wrong 0))
+      (with-group (group n)
+        (let ((owner (spawn (group)
+                       (with-mutex (mutex)
+                         (loop repeat 500
+                               do (fiber-yield)
+                                  (unless (and (holding-mutex-p mutex)
+                                               (eq (mutex-owner mutex) (current-fiber)))
+                                    (incf wrong)))))))
+          (join-all (loop repeat 10
+                          collect (spawn (group)
+                                    (loop while (fiber-alive-p owner)
+                                          do (when (holding-mutex-p mutex) (incf wrong))
+                                             (unless (member (mutex-owner mutex) (list owner nil))
+                                               (incf wrong))
+                                             (fiber-yield)))))))
+      (is (= 0 wrong)))))
+
+;;; Prevents: an owner of an earlier fiber on the same stack taken for this one.
+(test mutex-of-a-dead-fiber
+  (let ((mutex (make-mutex)))
+    (with-group (group 1)
+      (join (spawn (group) (grab-mutex mutex)))
+      (is (eq :thread-dead (mutex-owner mutex)))
+      (is (equal '(nil nil) (join (spawn (group)
+                                    (list (holding-mutex-p mutex)
+                                          (grab-mutex mutex :waitp nil)))))))))
+
+(test mutex-errors
+  (is (eq :error (in-fiber ()
+                   (let ((mutex (make-mutex)))
+                     (with-mutex (mutex)
+                       (handler-case (grab-mutex mutex) (error () :error)))))))
+  ;; a mutex that another fiber of the same carrier holds
+  (let ((mutex (make-mutex)))
+    (with-group (group 1)
+      (let ((owner (spawn (group) (with-mutex (mutex) (fiber-park) (holding-mutex-p mutex)))))
+        (is (eq :error (join (spawn (group)
+                               (handler-case (release-mutex mutex :if-not-owner :error)
+                                 (error () :error))))))
+        (fiber-unpark owner)
+        (is (eq t (join owner)))))))
+
+;;; Prevents: a recursive lock that the other fibers of a carrier enter as if they held it.
+(test recursive-lock
+  (on-carriers (n)
+    (let ((mutex (make-mutex))
+          (count 0))
+      (mixed n 20 2 (lambda (i)
+                      (declare (ignore i))
+                      (loop repeat 50
+                            do (with-recursive-lock (mutex)
+                                 (yield-at-random)
+                                 (with-recursive-lock (mutex)
+                                   (slow-increment count))))))
+      (is (= 1100 count)))))
+
+;;; Prevents: a wait that ends in time-out and grant at once, or in neither.
+(test mutex-with-timeout
+  (on-carriers (n)
+    (let ((mutex (make-mutex))
+          (holders 0)
+          (most 0))
+      (let ((got (mixed n 60 2
+                        (lambda (i)
+                          (loop repeat 20
+                                count (when (grab-mutex mutex :timeout (* i 1/20000))
+                                        (setf most (max most (incf holders)))
+                                        (yield-at-random)
+                                        (decf holders)
+                                        (release-mutex mutex)
+                                        t))))))
+        (is (= 1 most))
+        (is (= 0 holders))
+        (is (plusp (reduce #'+ got)))
+        (is (null (mutex-owner mutex)))
+        (is (eq t (in-fiber () (grab-mutex mutex :timeout 10))))))))
+
+(test mutex-timeout-is-over
+  (let ((mutex (make-mutex)))
+    (with-mutex (mutex)
+      (is (eq nil (in-fiber () (grab-mutex mutex :timeout 1/100))))
+      (is (eq nil (in-fiber () (grab-mutex mutex :timeout 0))))
+      (is (eq nil (in-fiber () (grab-mutex mutex :waitp nil))))
+      (is (eq :deadline (in-fiber ()
+                          (handler-case (sb-sys:with-deadline (:seconds 1/100)
+                                          (grab-mutex mutex))
+                            (sb-sys:deadline-timeout () :deadline))))))))
+
+;;; Prevents: a cycle of waiting fibers that is not found, since owners are looked up as threads only.
+(test deadlock-is-detected
+  (on-carriers (n :counts '(1 2))
+    (let* ((a (make-mutex)) (b (make-mutex))
+           (both (make-semaphore))
+           (results (in-fibers n 2
+                               (lambda (i)
+                                 (destructuring-bind (first second) (if (= i 0) (list a b) (list b a))
+                                   (with-mutex (first)
+                                     (signal-semaphore both)
+                                     (loop until (>= (semaphore-count both) 2) do (thread-yield))
+                                     (handler-case (with-mutex (second) :got-it)
+                                       (sb-thread:thread-deadlock () :deadlock))))))))
+      (is (equal '(:deadlock :got-it) (sort results #'string<))))))
+
+;;; Prevents: a wake-up that goes to a fiber that is about to be ended, and wakes nobody then.
+(test terminated-waiters-lose-no-wake-up
+  (on-carriers (n)
+    (let ((mutex (make-mutex))
+          (count 0))
+      (with-group (group n)
+        (let* ((victims (loop repeat 60
+                              collect (spawn (group)
+                                        (loop (with-mutex (mutex) (thread-yield))))))
+               (others (loop repeat 20
+                             collect (spawn (group)
+                                       (loop repeat 20
+                                             do (with-mutex (mutex) (slow-increment count)))))))
+          (dolist (victim victims)
+            (terminate-fiber victim)
+            (thread-yield))
+          (join-all others)
+          (is (= 400 count))
+          (is (every (lambda (victim)
+                       (eq :abort (nth-value 1 (fiber-join victim :default nil
+                                                                  :timeout *patience*))))
+                     victims))
+          (is (null (mutex-owner mutex))))))))
+
+;;;; Condition variables
+
+;;; Prevents: a notify between release and wait that is lost; tokens that are the same for two fibers
+;;; of one carrier.
+(test condition-ping-pong
+  (on-carriers (n)
+    (let ((mutex (make-mutex)) (queue (make-waitqueue)) (turn 0))
+      (flet ((player (me)
+               (loop repeat 200
+                     do (with-mutex (mutex)
+                          (loop until (= turn me) do (condition-wait queue mutex))
+                          (setf turn (- 1 me))
+                          (condition-notify queue)))))
+        (in-fibers n 2 #'player)
+        (is (= 0 turn))
+        (mixed n 1 1 #'player)
+        (is (= 0 turn))))))
+
+(defun produce-and-consume (carrier-count n-fibers n-threads)
+  "Half of them put items in a queue, half take them out. Return the items that were taken."
+  (let ((mutex (make-mutex)) (more (make-waitqueue)) (items '()) (taken '()))
+    (mixed carrier-count n-fibers n-threads
+           (lambda (i)
+             (loop for k below 50
+                   do (if (evenp i)
+                          (with-mutex (mutex)
+                            (push (+ (* 100 i) k) items)
+                            (condition-notify more))
+                          (with-mutex (mutex)
+                            (loop until items do (condition-wait more mutex))
+                            (push (pop items) taken)))
+                      (yield-at-random))))
+    (sort taken #'<)))
+
+(test condition-producers-and-consumers
+  (on-carriers (n)
+    (flet ((expected (participants)
+             (loop for i below participants by 2
+                   append (loop for k below 50 collect (+ (* 100 i) k)))))
+      (is (equal (expected 40) (produce-and-consume n 40 0)))
+      (is (equal (expected 24) (produce-and-consume n 20 4))))))
+
+;;; Prevents: a broadcast that leaves some asleep, of either kind.
+(test condition-broadcast
+  (on-carriers (n)
+    (let ((mutex (make-mutex)) (queue (make-waitqueue)) (go nil) (waiting 0))
+      (is (equal (make-list 55 :initial-element t)
+                 (mixed n 51 4
+                        (lambda (i)
+                          (cond ((= i 0)
+                                 (loop until (= 54 (with-mutex (mutex) waiting))
+                                       do (thread-yield))
+                                 (with-mutex (mutex)
+                                   (setf go t)
+                                   (condition-broadcast queue))
+                                 t)
+                                (t (with-mutex (mutex)
+                                     (incf waiting)
+                                     (loop until go do (condition-wait queue mutex))
+                                     (holding-mutex-p mutex)))))))))))
+
+(defmacro without-holding ((mutex) &body body)
+  "Execute BODY with MUTEX, and release it if BODY has not."
+  `(progn (grab-mutex ,mutex)
+          (multiple-value-prog1 (progn ,@body)
+            (when (holding-mutex-p ,mutex) (release-mutex ,mutex)))))
+
+(test condition-timeout
+  (is (equal '(nil :error)
+             (in-fiber ()
+               (let ((mutex (make-mutex)) (queue (make-waitqueue)))
+                 (list (without-holding (mutex) (condition-wait queue mutex :timeout 1/100))
+                       (handler-case (condition-wait queue mutex :timeout 1/100)
+                         (error () :error))))))))
+
+;;; Prevents: a time-out that swallows a notify which another waiter should have got.
+(test condition-timeouts-and-notifies
+  (on-carriers (n)
+    (let ((mutex (make-mutex)) (queue (make-waitqueue)) (items 0) (patient 0))
+      (mixed n 62 2
+             (lambda (i)
+               (case (mod i 3)
+                 (0 (loop repeat 60
+                          do (with-mutex (mutex)
+                               (incf items)
+                               (condition-notify queue))
+                             (yield-at-random)))
+                 (1 (loop repeat 30     ; gives up again and again, and passes on what it got
+                          do (without-holding (mutex)
+                               (when (condition-wait queue mutex :timeout (random 0.001))
+                                 (condition-notify queue)))))
+                 (2 (loop repeat 60
+                          do (with-mutex (mutex)
+                               (loop until (plusp items) do (condition-wait queue mutex))
+                               (decf items)
+                               (incf patient)))))))
+      (is (= (* 60 21) patient))
+      (is (= (* 60 (- (ceiling 64 3) 21)) items)))))
+
+;;;; Semaphores
+
+(test semaphore-hands-over-all
+  (on-carriers (n)
+    (let ((full (make-semaphore)) (free (make-semaphore :count 3))
+          (inside 0) (most 0) (mutex (make-mutex)))
+      (mixed n 40 4
+             (lambda (i)
+               (loop repeat 50
+                     do (cond ((evenp i)
+                               (wait-on-semaphore free)
+                               (with-mutex (mutex) (setf most (max most (incf inside))))
+                               (signal-semaphore full))
+                              (t
+                               (wait-on-semaphore full)
+                               (with-mutex (mutex) (decf inside))
+                               (signal-semaphore free))))))
+      (is (= 0 inside))
+      (is (<= most 3))
+      (is (= 3 (semaphore-count free)))
+      (is (= 0 (semaphore-count full))))))
+
+(test semaphore-variants
+  (is (equal '(nil nil t 0)
+             (in-fiber ()
+               (let ((semaphore (make-semaphore)))
+                 (list (wait-on-semaphore semaphore :timeout 1/100)
+                       (try-semaphore semaphore)
+                       (progn (signal-semaphore semaphore 3)
+                              (and (wait-on-semaphore semaphore :n 3 :timeout 10) t))
+                       (semaphore-count semaphore))))))
+  (is (eq :deadline (in-fiber ()
+                      (handler-case (sb-sys:with-deadline (:seconds 1/100)
+                                      (wait-on-semaphore (make-semaphore)))
+                        (sb-sys:deadline-timeout () :deadline))))))
+
+;;; Prevents: a wait of many for one SIGNAL with a large count that wakes too few.
+(test semaphore-signal-many
+  (on-carriers (n)
+    (let ((semaphore (make-semaphore)))
+      (is (equal (make-list 101 :initial-element t)
+                 (mixed n 99 2 (lambda (i)
+                                 (cond ((= i 50)
+                                        (loop until (> (sb-thread::semaphore-waitcount semaphore) 50)
+                                              do (thread-yield))
+                                        (signal-semaphore semaphore 100))
+                                       (t (wait-on-semaphore semaphore)))
+                                 t)))))))
+
+;;;; Joining
+
+(test join-in-all-directions
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((start (make-semaphore))
+             (fiber (spawn (group) (wait-on-semaphore start) (values 1 2)))
+             (joiner (spawn (group) (multiple-value-list (join fiber))))
+             (thread-joiner (make-thread (lambda () (multiple-value-list (join-thread fiber)))))
+             ;; the thread waits for a fiber, a fiber of that carrier for the thread
+             (thread (make-thread (lambda () (join joiner))))
+             (last (spawn (group) (join-thread thread :timeout *patience*))))
+        (signal-semaphore start)
+        (is (equal '(1 2) (join joiner)))
+        (is (equal '(1 2) (join-thread thread-joiner :timeout *patience*)))
+        (is (equal '(1 2) (join last)))))))
+
+;;; Prevents: joiners that come while the fiber ends, and are told by nobody.
+(test join-at-the-last-moment
+  (on-carriers (n)
+    (with-group (group n)
+      (is (equal (loop for i below 300 collect i)
+                 (join-all (loop for i below 300
+                                 collect (let* ((i i)
+                                                (fiber (spawn (group) (yield-at-random) i)))
+                                           (spawn (group) (yield-at-random) (join fiber))))))))))
+
+(test join-timeout
+  (with-group (group 1)
+    (let ((fiber (spawn (group) (fiber-park) 7)))
+      (is (equal '(:no :timeout) (multiple-value-list (fiber-join fiber :default :no :timeout 1/100))))
+      (signals sb-thread:join-thread-error (fiber-join fiber :timeout 1/100))
+      (is (eq :error (join (spawn (group)
+                             (handler-case (fiber-join fiber :timeout 1/100)
+                               (sb-thread:join-thread-error () :error))))))
+      (fiber-unpark fiber)
+      (is (= 7 (join fiber))))))
+
+;;;; What is made of these: SB-CONCURRENCY, hash tables, rwlocks
+
+(test mailbox
+  (on-carriers (n)
+    (let ((mailbox (sb-concurrency:make-mailbox)))
+      (let ((got (mixed n 40 4
+                        (lambda (i)
+                          (if (evenp i)
+                              (loop for k below 50
+                                    do (sb-concurrency:send-message mailbox (+ (* 100 i) k))
+                                       (yield-at-random))
+                              (loop repeat 50
+                                    collect (sb-concurrency:receive-message mailbox)))))))
+        (is (equal (loop for i below 44 by 2 append (loop for k below 50 collect (+ (* 100 i) k)))
+                   (sort (reduce #'append (remove-if-not #'listp got)) #'<)))))
+    (is (equal '(nil nil)
+               (in-fiber (n)
+                 (multiple-value-list
+                  (sb-concurrency:receive-message (sb-concurrency:make-mailbox)
+                                                  :timeout 1/100)))))))
+
+(test gate
+  (on-carriers (n)
+    (let ((gate (sb-concurrency:make-gate :open nil))
+          (arrived (make-semaphore)))
+      (is (equal (make-list 44 :initial-element t)
+                 (mixed n 40 4
+                        (lambda (i)
+                          (cond ((= i 0)
+                                 (wait-on-semaphore arrived :n 43)
+                                 (sb-concurrency:open-gate gate)
+                                 t)
+                                (t (signal-semaphore arrived)
+                                   (sb-concurrency:wait-on-gate gate)))))))
+      (sb-concurrency:close-gate gate)
+      (is (eq nil (in-fiber (n) (sb-concurrency:wait-on-gate gate :timeout 1/100)))))))
+
+(test queue-of-items
+  (on-carriers (n)
+    (let ((queue (sb-concurrency:make-queue)))
+      (let ((got (mixed n 20 2
+                        (lambda (i)
+                          (if (evenp i)
+                              (loop for k below 100
+                                    do (sb-concurrency:enqueue (+ (* 100 i) k) queue)
+                                       (yield-at-random))
+                              (loop with n = 0
+                                    while (< n 100)
+                                    for (item found) = (multiple-value-list
+                                                        (sb-concurrency:dequeue queue))
+                                    if found collect item and do (incf n)
+                                    else do (thread-yield)))))))
+        (is (equal (loop for i below 22 by 2 append (loop for k below 100 collect (+ (* 100 i) k)))
+                   (sort (reduce #'append (remove-if-not #'listp got)) #'<)))))))
+
+;;; Prevents: a writer that is seen half way.
+(test frlock
+  (on-carriers (n)
+    (let ((lock (sb-concurrency:make-frlock)) (a 0) (b 0))
+      (is (equal (make-list 24 :initial-element 0)
+                 (mixed n 20 4
+                        (lambda (i)
+                          (loop repeat 50
+                                count (cond ((< (mod i 10) 2)
+                                             (sb-concurrency:frlock-write (lock)
+                                               (incf a) (incf b))
+                                             (yield-at-random)
+                                             nil)
+                                            (t (multiple-value-bind (a b)
+                                                   (sb-concurrency:frlock-read (lock) a b)
+                                                 (thread-yield)
+                                                 (/= a b)))))))))
+      (is (= a b 250)))))
+
+;;; The owner of an RWLOCK is an os-tid: two fibers must not have the same.
+(test rwlock
+  (on-carriers (n)
+    (let ((lock (sb-thread::make-rwlock)) (readers 0) (writing nil) (wrong 0) (count 0))
+      (mixed n 30 4
+             (lambda (i)
+               (loop repeat 40
+                     do (cond ((= 0 (mod i 3))
+                               (sb-thread::rwlock-wrlock lock)
+                               (when (or writing (plusp readers)) (incf wrong))
+                               (setf writing t)
+                               (slow-increment count)
+                               (setf writing nil)
+                               (sb-thread::rwlock-unlock lock))
+                              (t
+                               (sb-thread::rwlock-rdlock lock)
+                               (sb-ext:atomic-incf (car (load-time-value (list 0))))
+                               (when writing (incf wrong))
+                               (yield-at-random)
+                               (when writing (incf wrong))
+                               (sb-thread::rwlock-unlock lock))))))
+      (is (= 0 wrong))
+      (is (= (* 40 (ceiling 34 3)) count)))))
+
+(test synchronized-hash-table
+  (on-carriers (n)
+    (dolist (arguments '((:test equal) (:test eq :weakness :key) (:test eq)))
+      (let ((table (apply #'make-hash-table :synchronized t arguments)))
+        (mixed n 20 2 (lambda (i)
+                        (loop for k below 100
+                              do (setf (gethash (+ (* 100 i) k) table) k)
+                                 (yield-at-random))))
+        (is (= 2200 (hash-table-count table)))))
+    (let ((table (make-hash-table :synchronized t)))
+      (setf (gethash 0 table) 0)
+      (mixed n 20 2 (lambda (i)
+                      (declare (ignore i))
+                      (loop repeat 50
+                            do (sb-ext:with-locked-hash-table (table)
+                                 (slow-increment (gethash 0 table))))))
+      (is (= 1100 (gethash 0 table))))))
+
+;;; Locks of the system itself: packages, and the world lock around the compiler.
+(test system-locks
+  (on-carriers (n :counts '(1 2))
+    (with-group (group n)
+      (is (equal (loop for i below 8 collect (1+ i))
+                 (join-all
+                  (loop for i below 8
+                        collect (let ((i i))
+                                  (spawn (group :stack-size (* 2 1024 1024))
+                                    (intern (format nil "SOME SYMBOL ~D" i) "SB-FIBER-TESTS")
+                                    (funcall (compile nil `(lambda (x) (fiber-yield) (+ x ,i)))
+                                             1))))))))))
+
+;;;; Where a fiber must not leave its carrier
+
+;;; The owner is parked on the only carrier; who wants the lock blocks that carrier in the
+;;; kernel. Prevents: a deadlock, since nobody would run the owner.
+(defmacro wanted-where-no-fiber-parks (&body zone)
+  "In the body, (WANT) takes a mutex that a parked fiber of the only carrier holds."
+  `(let ((mutex (make-mutex)) (held nil) (wanted nil))
+     (with-group (group 1)
+       (flet ((want ()
+                (setf wanted t)
+                (with-mutex (mutex) :got-it)))
+         (let ((owner (spawn (group)
+                        (with-mutex (mutex)
+                          (setf held t)
+                          (loop until wanted do (fiber-yield))
+                          (loop repeat 10 do (fiber-yield)))
+                        :done))
+               (other (spawn (group)
+                        (loop until held do (fiber-yield))
+                        (let ((result (list (progn ,@zone))))
+                          (fiber-yield)
+                          (car result)))))
+           (is (equal '(:done :got-it) (join-all (list owner other)))))))))
+
+(test lock-wanted-without-gcing
+  (wanted-where-no-fiber-parks (sb-sys:without-gcing (want))))
+
+(test lock-wanted-with-code-pinned
+  (wanted-where-no-fiber-parks (sb-kernel::with-code-pages-pinned (:dynamic) (want))))
+
+(test lock-wanted-without-interrupts
+  (wanted-where-no-fiber-parks (sb-sys:without-interrupts (want))))
+
+(test lock-wanted-in-a-pinned-fiber
+  (wanted-where-no-fiber-parks (with-fiber-pinned (want))))
+
+;;; In the handler of a trap there is a live signal context.
+(test lock-wanted-in-a-handler
+  (wanted-where-no-fiber-parks
+    (handler-case
+        (handler-bind ((type-error (lambda (condition)
+                                     (declare (ignore condition))
+                                     (want))))
+          (car (eval '(identity 1))))
+      (type-error () :got-it))))
+
+(test lock-wanted-in-an-arena
+  (let ((arena (sb-vm:new-arena (* 4 1024 1024))))
+    (wanted-where-no-fiber-parks (sb-vm:with-arena (arena) (want)))))
+
+(defvar *wanted-in-callback*)
+(sb-alien:define-alien-callable want-in-callback sb-alien:int ((n sb-alien:int))
+  (funcall *wanted-in-callback*)
+  (1+ n))
+
+(test lock-wanted-in-a-callback
+  (wanted-where-no-fiber-parks
+    (let ((*wanted-in-callback* #'want))
+      (if (= 42 (sb-alien:alien-funcall (sb-alien:alien-callable-function 'want-in-callback) 41))
+          :got-it
+          :wrong))))
+
+;;; Many at once: more carriers blocked than there are spares at first.
+(test locks-wanted-in-many-no-park-zones
+  (on-carriers (n)
+    (let ((mutex (make-mutex)) (count 0))
+      (in-fibers n 24 (lambda (i)
+                        (loop repeat 10
+                              do (if (evenp i)
+                                     (with-mutex (mutex) (slow-increment count))
+                                     (sb-kernel::with-code-pages-pinned (:dynamic)
+                                       (with-mutex (mutex) (incf count)))))))
+      (is (= 240 count)))))
+
+;;;; Polling
+
+;;; Prevents: WAIT-FOR that sleeps in the kernel while the fiber that it waits for is on the same carrier.
+(test wait-for
+  (on-carriers (n :counts '(1 2))
+    (let ((flag nil))
+      (is (equal '(:set t)
+                 (in-fibers n 2 (lambda (i)
+                                  (cond ((= i 0) (and (sb-ext:wait-for flag :timeout 30) :set))
+                                        (t (sleep 1/50) (setf flag t)))))))))
+  (is (eq nil (in-fiber () (sb-ext:wait-for nil :timeout 1/50)))))
+
+(test fiber-wait-for
+  (on-carriers (n)
+    (let ((flag nil))
+      (is (equal '(:set t)
+                 (in-fibers n 2 (lambda (i)
+                                  (cond ((= i 0) (fiber-wait-for (lambda () (and flag :set))))
+                                        (t (fiber-yield) (setf flag t))))))))
+    (is (eq nil (in-fiber (n) (fiber-wait-for (lambda () nil) :timeout 1/50))))))
+
+;;;; Last, since a failure leaves a carrier that spins
+
+;;; Prevents: a reader that spins, on the only carrier, until a parked writer goes on.
+(test frlock-with-a-parked-writer
+  (let ((*patience* 10) (lock (sb-concurrency:make-frlock)) (a 0) (b 0))
+    (is (equal '(nil t)
+               (in-fibers 1 2 (lambda (i)
+                                (cond ((= i 0)
+                                       (sb-concurrency:frlock-write (lock)
+                                         (incf a) (fiber-yield) (incf b))
+                                       nil)
+                                      (t (multiple-value-bind (a b)
+                                             (sb-concurrency:frlock-read (lock) a b)
+                                           (= a b))))))))))
