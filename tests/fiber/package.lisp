@@ -67,6 +67,18 @@
     (join-all (loop for i below n
                     collect (let ((i i)) (spawn (group) (funcall function i)))))))
 
+(defun call-with-error-output (function stream)
+  "Call FUNCTION while STREAM is the global *ERROR-OUTPUT*, the one that fibers and threads have."
+  (let ((old (sb-ext:symbol-global-value '*error-output*)))
+    (unwind-protect
+         (progn (setf (sb-ext:symbol-global-value '*error-output*) stream)
+                (funcall function))
+      (setf (sb-ext:symbol-global-value '*error-output*) old))))
+
+(defmacro quietly (&body body)
+  "Execute BODY, in which fibers are to fail, without the reports of it."
+  `(call-with-error-output (lambda () ,@body) (make-broadcast-stream)))
+
 (defmacro on-carriers ((carrier-count &key (counts ''(1 2 16)) (migration ''(nil t)))
                        &body body)
   "Execute BODY with each number of carriers, and again such that each wake-up goes through the
