@@ -1,0 +1,696 @@
+;;;; run queue, park cell, parking lot, waiter map, sleeping carriers: all orders of their steps
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(dolist (file '("explore" "source" "machine"))
+  (load (merge-pathnames (concatenate 'string "interleavings/" file ".lisp") *load-truename*)))
+
+(def-suite* interleaving)
+
+;;; The functions are those of src/code, see interleavings/source.lisp; those that they call
+;;; and that are not read from there are in interleavings/machine.lisp. A test of a bug
+;;; plants it: it is a test of the history above it, that this would notice.
+
+(defmacro holds (history &rest options)
+  `(multiple-value-bind (orders failure) (explore ,history ,@options)
+     (is (null failure) "~A" failure)
+     ;; With one order only nothing has been tried.
+     (is (> orders 1))))
+
+(defmacro fails (history &rest options)
+  `(is (stringp (nth-value 1 (explore ,history ,@options)))))
+
+;;;; the explorer itself
+
+(defun count-orders (history &rest options)
+  (values (apply #'explore history options)))
+
+(test orders-are-counted-once
+  (flet ((write-thrice (address)
+           (loop repeat 3 do (write-word address 1)))
+         (read-thrice (address)
+           (loop repeat 3 do (read-word address))))
+    (is (= 20 (count-orders (history () (("a" (write-thrice 0)) ("b" (write-thrice 0)))))))
+    (is (= 1 (count-orders (history () (("a" (write-thrice 0)) ("b" (write-thrice 1)))))))
+    (is (= 1 (count-orders (history () (("a" (read-thrice 0)) ("b" (read-thrice 0)))))))
+    (is (= 4 (count-orders (history () (("a" (read-thrice 0)) ("b" (write-word 0 1)))))))
+    (is (= 2 (count-orders (history () (("a" (write-thrice 0)) ("b" (write-thrice 0))))
+                           :switches 0)))))
+
+(defun results-of-all-orders (first second &rest options)
+  (let ((all '()))
+    (apply #'explore
+           (history ((a nil) (b nil))
+               (("a" (setf a (funcall first)))
+                ("b" (setf b (funcall second))))
+             (pushnew (list a b) all :test #'equal)
+             nil)
+           options)
+    all))
+
+;;; What Intel's and AMD's manuals promise: a read may be early, all else is in order.
+(test store-buffers
+  (flet ((both-read (&rest options)
+           (apply #'results-of-all-orders
+                  (lambda () (write-word 0 1) (read-word 1))
+                  (lambda () (write-word 1 1) (read-word 0))
+                  options))
+         (pass-message (&rest options)
+           (apply #'results-of-all-orders
+                  (lambda () (write-word 0 1) (write-word 1 1))
+                  (lambda () (list (read-word 1) (read-word 0)))
+                  options)))
+    (is (not (member '(0 0) (both-read) :test #'equal)))
+    (is (member '(0 0) (both-read :store-buffers t) :test #'equal))
+    (is (not (member '(1 (1 0)) (pass-message :store-buffers t) :test #'equal)))))
+
+;;;; the run queue
+
+(defun make-test-queue (&rest objects)
+  (let ((queue (sb-fiber::make-run-queue)))
+    (dolist (object objects queue)
+      (let ((tail (sb-fiber::run-queue-tail queue)))
+        (setf (svref (sb-fiber::run-queue-ring queue) (steps::run-queue-place tail)) object
+              (sb-fiber::run-queue-tail queue) (1+ tail))))))
+
+(defun queue-contents (queue)
+  (loop for n from (sb-fiber::run-queue-head queue) below (sb-fiber::run-queue-tail queue)
+        collect (svref (sb-fiber::run-queue-ring queue) (steps::run-queue-place n))))
+
+(defun queue-problem (put &rest lists)
+  "LISTS are what was taken and what is left, in the order in which it was put; PUT is all that was put."
+  (or (problem (set-exclusive-or put (reduce #'append lists))
+               "Of ~S something is not in ~S." put lists)
+      (problem (/= (length put) (reduce #'+ lists :key #'length))
+               "Of ~S something is twice in ~S." put lists)
+      (problem (notevery (lambda (list) (equal list (sort (copy-list list) #'<))) lists)
+               "The order of ~S is not that of putting." lists)))
+
+;;; Owner and thief want the last object; the place of what the thief takes is used again.
+(defparameter *take-and-steal*
+  (history ((victim (make-test-queue 1 2 3 4))
+            (thief (make-test-queue))
+            (put '(1 2 3 4))
+            (taken '())
+            (stolen '()))
+      (("owner" (flet ((take () (let ((object (steps::run-queue-take victim)))
+                                  (when object (push object taken))))
+                       (put (object) (when (steps::run-queue-put victim object)
+                                       (push object put))))
+                  (take) (put 5) (put 6) (take) (take)))
+       ("thief" (let ((object (steps::run-queue-steal victim thief)))
+                  (when object (push object stolen)))))
+    (queue-problem put (reverse taken) (append stolen (queue-contents thief))
+                   (queue-contents victim))))
+
+;;; The second thief steals what the first one is just getting.
+(defparameter *steal-from-thief*
+  (history ((victim (make-test-queue 1 2 3 4))
+            (first (make-test-queue))
+            (second (make-test-queue))
+            (taken '()) (first-got '()) (second-got '()))
+      (("owner" (setf taken (list (steps::run-queue-take victim))))
+       ("first" (setf first-got (list (steps::run-queue-steal victim first))))
+       ("second" (setf second-got (list (steps::run-queue-steal first second)))))
+    (queue-problem '(1 2 3 4) (remove nil taken)
+                   (remove nil first-got) (queue-contents first)
+                   (remove nil (append second-got (queue-contents second)))
+                   (queue-contents victim))))
+
+(defparameter *two-thieves*
+  (history ((victim (make-test-queue 1 2 3))
+            (first (make-test-queue))
+            (second (make-test-queue))
+            (put '(1 2 3))
+            (taken '()) (first-got '()) (second-got '()))
+      (("owner" (when (steps::run-queue-put victim 4) (push 4 put))
+                (setf taken (list (steps::run-queue-take victim))))
+       ("first" (setf first-got (list (steps::run-queue-steal victim first))))
+       ("second" (setf second-got (list (steps::run-queue-steal victim second)))))
+    (queue-problem put (remove nil taken)
+                   (remove nil (append first-got (queue-contents first)))
+                   (remove nil (append second-got (queue-contents second)))
+                   (queue-contents victim))))
+
+(test each-object-is-taken-once
+  (holds *take-and-steal* :store-buffers t)
+  (holds *two-thieves*)
+  (holds *steal-from-thief* :store-buffers t))
+
+(test bug-reading-a-place-after-taking-it
+  (with-changes (("RUN-QUEUE-STEAL"
+               "(when (eq (cas (run-queue-head victim) head (truly-the fixnum (+ head n))) head)
+                  (barrier (:write))
+                  (setf (run-queue-tail thief) (truly-the fixnum (+ tail n)))
+                  (return (run-queue-take thief)))"
+               "(when (eq (cas (run-queue-head victim) head (truly-the fixnum (+ head n))) head)
+                  (dotimes (i n)
+                    (setf (svref (run-queue-ring thief) (run-queue-place (+ tail i)))
+                          (svref (run-queue-ring victim) (run-queue-place (+ head i)))))
+                  (setf (run-queue-tail thief) (truly-the fixnum (+ tail n)))
+                  (return (run-queue-take thief)))"))
+    (fails *take-and-steal*)))
+
+(test bug-taking-without-compare-and-swap
+  (with-changes (("RUN-QUEUE-TAKE"
+               "(eq (cas (run-queue-head queue) head (truly-the fixnum (1+ head))) head)"
+               "(progn (setf (run-queue-head queue) (1+ head)) t)"))
+    (fails *take-and-steal*)))
+
+(test bug-publishing-a-place-before-it-is-filled
+  (with-changes (("RUN-QUEUE-STEAL"
+               "(dotimes (i n)
+                  (setf (svref (run-queue-ring thief) (run-queue-place (+ tail i)))
+                        (svref (run-queue-ring victim) (run-queue-place (+ head i)))))"
+               "(setf (run-queue-tail thief) (+ tail n))"
+               "(return (run-queue-take thief))"
+               "(dotimes (i n (return (run-queue-take thief)))
+                  (setf (svref (run-queue-ring thief) (run-queue-place (+ tail i)))
+                        (svref (run-queue-ring victim) (run-queue-place (+ head i)))))"))
+    (fails *steal-from-thief*)))
+
+(test bug-clearing-a-place-that-may-not-be-ours
+  (with-changes (("RUN-QUEUE-TAKE"
+               "(object (svref (run-queue-ring queue) place))"
+               "(object (prog1 (svref (run-queue-ring queue) place)
+                          (setf (svref (run-queue-ring queue) place) 0)))"))
+    (fails *take-and-steal*)))
+
+;;;; park and unpark
+
+;;; The fiber waits for both words to be set.
+(defparameter *two-wakers*
+  (history ((fiber (make-test-fiber)))
+      (("fiber" (in-test-fiber (fiber)
+                  (loop until (and (= 1 (read-word 0)) (= 1 (read-word 1)))
+                        do (steps::park nil nil))))
+       ("first" (write-word 0 1) (steps::unpark fiber))
+       ("second" (write-word 1 1) (steps::unpark fiber)))
+    (phase-problem fiber)))
+
+(defparameter *waker-and-deadline*
+  (history ((fiber (make-test-fiber)))
+      (("fiber" (in-test-fiber (fiber)
+                  (loop until (or (= 1 (read-word 0)) (steps::deadline-passed-p 10))
+                        do (steps::park nil 10)
+                           (unless (= -1 (sb-fiber::fiber-heap-index fiber))
+                             (fail-history "The fiber has left its deadline behind.")))))
+       ("waker" (write-word 0 1) (steps::unpark fiber))
+       ("time" (pass-time)))
+    (or (phase-problem fiber) (heap-problem))))
+
+(test no-unpark-is-lost
+  (holds *two-wakers* :store-buffers t)
+  (holds *waker-and-deadline*))
+
+(test bug-parked-before-the-context-is-saved
+  (with-changes (("PARK" "(phase-becomes-p fiber +active+ +parking+)"
+                      "(phase-becomes-p fiber +active+ +parked+)")
+              ("FINISH-PARKING" "(unless (phase-becomes-p fiber +parking+ +parked+)
+                                   (setf (fiber-phase fiber) +active+)
+                                   (make-runnable fiber))"
+                                "nil"))
+    (fails *two-wakers*)))
+
+(test bug-no-permit-for-who-is-not-parked
+  (with-changes (("UNPARK" "(phase-becomes-p fiber phase (logior phase +permit+))" "t"))
+    (fails *two-wakers*)))
+
+(test bug-the-successor-does-not-see-the-permit
+  (with-changes (("FINISH-PARKING" "(phase-becomes-p fiber +parking+ +parked+)"
+                                "(setf (fiber-phase fiber) +parked+)"))
+    (fails *two-wakers*)))
+
+(test bug-two-wakers-queue-a-fiber
+  (with-changes (("UNPARK" "(phase-becomes-p fiber +parked+ +active+)"
+                        "(setf (fiber-phase fiber) +active+)"))
+    (fails *two-wakers*)))
+
+(test bug-a-deadline-stays-behind
+  (with-changes (("PARK" "(heap-remove fiber)" "nil"))
+    (fails *waker-and-deadline*)))
+
+;;; Somebody looks into the stack of a fiber, which must not run meanwhile.
+(defparameter *hold*
+  (history ((fiber (make-test-fiber)))
+      (("fiber" (in-test-fiber (fiber)
+                  (loop until (= 1 (read-word 0))
+                        do (steps::park nil nil))))
+       ("waker" (write-word 0 1) (steps::unpark fiber))
+       ("holder" (steps::call-with-fiber-held
+                  fiber
+                  (lambda ()
+                    (loop repeat 2
+                          do (perform :read fiber 'stack
+                                      (lambda ()
+                                        (unless (eq (stack-state fiber) :suspended)
+                                          (fail-history "The fiber is not held."))))))))) 
+    (phase-problem fiber)))
+
+(test who-is-held-does-not-run
+  (holds *hold* :store-buffers t))
+
+(test bug-holding-is-forgotten-by-finish-parking
+  (with-changes (("CALL-WITH-FIBER-HELD" "(finish-parking fiber)"
+                                         "(setf (fiber-phase fiber) +parked+)"))
+    (fails *hold*)))
+
+;;;; the parking lot
+
+;;; The address of the word that all wait for
+(defconstant word-address 1)
+
+(defun wait-in-fiber (fiber)
+  (in-test-fiber (fiber)
+    (loop while (= 0 (read-word word-address))
+          do (steps::wait-in-bucket fiber word-address 0 nil))))
+
+(defun wait-in-thread ()
+  (loop while (= 0 (read-word word-address))
+        do (steps::wait-natively word-address 0 -1 0)))
+
+(defparameter *fiber-waits*
+  (history ((fiber (make-test-fiber)))
+      (("fiber" (wait-in-fiber fiber))
+       ("waker" (write-word word-address 1)
+                (steps::wake-on-word word-address 1)))
+    (or (phase-problem fiber) (bucket-problem))))
+
+;;; It would be a thread's turn.
+(defparameter *fiber-waits-alone*
+  (history ((fiber (make-test-fiber)))
+      (("fiber" (setf (sb-fiber::bucket-turn *bucket*) 1)
+                (wait-in-fiber fiber))
+       ("waker" (write-word word-address 1)
+                (steps::wake-on-word word-address 1)))
+    (or (phase-problem fiber) (bucket-problem))))
+
+(defparameter *thread-waits*
+  (history ()
+      (("thread" (wait-in-thread))
+       ("waker" (write-word word-address 1)
+                (steps::wake-on-word word-address 1)))
+    (bucket-problem)))
+
+(defparameter *both-wait*
+  (history ((fiber (make-test-fiber)))
+      (("fiber" (wait-in-fiber fiber))
+       ("thread" (wait-in-thread))
+       ("waker" (write-word word-address 1)
+                (steps::wake-on-word word-address 1)
+                (steps::wake-on-word word-address 1)))
+    (or (phase-problem fiber) (bucket-problem))))
+
+(defparameter *wake-all*
+  (history ((first (make-test-fiber))
+            (second (make-test-fiber)))
+      (("first" (wait-in-fiber first))
+       ("second" (wait-in-fiber second))
+       ("waker" (write-word word-address 1)
+                (steps::wake-on-word word-address (ash 1 29))))
+    (or (phase-problem first second) (bucket-problem))))
+
+;;; Who is taken by a waker must say that he was woken: it may have been the only wake.
+(defparameter *wake-or-time-out*
+  (history ((fiber (make-test-fiber))
+            (result nil)
+            (taken nil))
+      (("fiber" (in-test-fiber (fiber)
+                  (setf result (steps::wait-in-bucket fiber word-address 0 10))))
+       ("waker" (setf taken (steps::wake-fiber *bucket* word-address)))
+       ("time" (pass-time)))
+    (or (problem (not (eq taken (eql result sb-fiber::futex-woken)))
+                 "The fiber ~:[was not~;was~] woken, and its result is ~A." taken result)
+        (phase-problem fiber) (bucket-problem) (heap-problem))))
+
+(defparameter *wake-or-interruption*
+  (history ((fiber (make-test-fiber))
+            (result nil)
+            (taken nil))
+      (("fiber" (in-test-fiber (fiber)
+                  (setf result (steps::wait-in-bucket fiber word-address 0 nil))))
+       ("waker" (setf taken (steps::wake-fiber *bucket* word-address)))
+       ("interrupter" (setf (steps::fiber-interruptions fiber) (list #'identity))
+                      (steps::unpark fiber)))
+    (or (problem (not (eq taken (eql result sb-fiber::futex-woken)))
+                 "The fiber ~:[was not~;was~] woken, and its result is ~A." taken result)
+        (phase-problem fiber) (bucket-problem))))
+
+(test no-wake-is-lost
+  (holds *fiber-waits* :store-buffers t)
+  (holds *fiber-waits-alone*)
+  (holds *thread-waits* :store-buffers t)
+  (holds *both-wait*))
+
+(test wake-time-out-and-interruption-exclude-each-other
+  (holds *wake-or-time-out*)
+  (holds *wake-or-interruption*))
+
+(test bug-looking-before-announcing
+  (with-changes (("ENTER-BUCKET"
+               "(atomic-incf (bucket-waiters bucket))" "nil"
+               "(append-waiter (bucket-chain bucket) fiber)"
+               "(progn (atomic-incf (bucket-waiters bucket))
+                       (append-waiter (bucket-chain bucket) fiber))"
+               "(progn (atomic-decf (bucket-waiters bucket)) nil)" "nil"))
+    (fails *fiber-waits*)))
+
+(test bug-waiting-without-looking
+  (with-changes (("ENTER-BUCKET" "(= (sap-ref-32 (int-sap address) 0) expected)" "t"))
+    (fails *fiber-waits*)))
+
+(test bug-not-announcing-a-native-wait
+  (with-changes (("WAIT-NATIVELY" "(atomic-incf (bucket-waiters bucket))" "nil"
+                               "(atomic-decf (bucket-waiters bucket))" "nil"))
+    (fails *thread-waits*)))
+
+(test bug-no-barrier-before-looking-for-waiters
+  (with-changes (("WAKE-ON-WORD" "(barrier (:memory))" "nil"))
+    ;; Only the store buffer shows it.
+    (fails *fiber-waits* :store-buffers t)))
+
+(test bug-one-kind-starves
+  (with-changes (("WAKE-IN-TURN" "(when (<= (native) 0) (fiber))" "(native)"))
+    (fails *fiber-waits-alone*)))
+
+(test bug-timing-out-after-a-wake
+  (with-changes (("WAIT-IN-BUCKET"
+               "(if (leave-bucket bucket fiber) futex-timed-out futex-woken)"
+               "(progn (leave-bucket bucket fiber) futex-timed-out)"))
+    (fails *wake-or-time-out*)))
+
+(test bug-leaving-without-being-counted-out
+  (with-changes (("LEAVE-BUCKET" "(atomic-decf (bucket-waiters bucket))" "nil"))
+    (fails *wake-or-interruption*)))
+
+;;;; the waiter map
+
+(defun wait-for-input (fiber &optional deadline)
+  (in-test-fiber (fiber)
+    (steps::wait-for-fd fiber *cell* sb-fiber::+input+ deadline)))
+
+(defun wait-for-output (fiber)
+  (in-test-fiber (fiber)
+    (steps::wait-for-fd fiber *cell* sb-fiber::+output+ nil)))
+
+(defun results-problem (expected &rest results)
+  (problem (notevery (lambda (result) (eq result expected)) results)
+           "The results are ~S." results))
+
+(defparameter *both-directions*
+  (history ((reader (make-test-fiber))
+            (writer (make-test-fiber))
+            (read nil) (written nil))
+      (("reader" (setf read (wait-for-input reader)))
+       ("writer" (setf written (wait-for-output writer)))
+       ("epoll" (serve-epoll)))
+    (or (results-problem :ready read written) (phase-problem reader writer) (cell-problem))))
+
+;;; One who waits for output, in vain, must not make the poller forget the other.
+(defparameter *input-only*
+  (history ((reader (make-test-fiber))
+            (writer (make-test-fiber))
+            (result nil))
+      (("reader" (setf result (wait-for-input reader)))
+       ("writer" (setf (epoll-ready *epoll*) sb-fiber::+input+)
+                 (steps::add-waiter *cell* writer sb-fiber::+output+
+                                    (sb-fiber::scheduler-poller *scheduler*)))
+       ("epoll" (serve-epoll)))
+    (results-problem :ready result)))
+
+(defparameter *two-readers*
+  (history ((first (make-test-fiber))
+            (second (make-test-fiber))
+            (first-result nil) (second-result nil))
+      (("first" (setf first-result (wait-for-input first)))
+       ("second" (setf second-result (wait-for-input second)))
+       ("epoll" (serve-epoll)))
+    (or (results-problem :ready first-result second-result)
+        (phase-problem first second) (cell-problem))))
+
+(defparameter *report-or-time-out*
+  (history ((fiber (make-test-fiber))
+            (result nil))
+      (("fiber" (setf result (wait-for-input fiber 10)))
+       ("time" (pass-time))
+       ("epoll" (serve-epoll)))
+    (or (problem (not (eq result (or (sb-fiber::fiber-wait-result fiber) :timeout)))
+                 "The result is ~S, in the fiber it is ~S."
+                 result (sb-fiber::fiber-wait-result fiber))
+        (phase-problem fiber) (cell-problem) (heap-problem))))
+
+;;; Somebody unparks the fiber for another reason; what it waits for must not be lost by that.
+(defparameter *report-and-unpark*
+  (history ((fiber (make-test-fiber))
+            (result nil))
+      (("fiber" (setf result (wait-for-input fiber)))
+       ("other" (steps::unpark fiber))
+       ("epoll" (serve-epoll)))
+    (or (results-problem :ready result) (phase-problem fiber) (cell-problem))))
+
+(defun close-when-waited-for ()
+  "Close the descriptor once a fiber waits for input."
+  (let ((cell *cell*))
+    (perform :read cell 'steps::fd-cell-input (constantly nil)
+             (lambda () (sb-fiber::fd-cell-input cell))))
+  (steps::note-close 3))
+
+(defun wait-in-another-chain (fiber)
+  (let ((cell (sb-fiber::make-fd-cell 4)))
+    (steps::add-waiter cell fiber sb-fiber::+input+ (sb-fiber::scheduler-poller *scheduler*))
+    cell))
+
+(defun other-chain-problem (cell fiber)
+  (problem (not (and (eq (sb-fiber::fd-cell-input cell) fiber)
+                     (null (sb-fiber::fiber-wait-next fiber))
+                     (null (sb-fiber::fiber-wait-result fiber))))
+           "The chain in which the fiber waits now is broken."))
+
+(defun make-waiting-writer ()
+  (let ((fiber (make-test-fiber :phase sb-fiber::+parked+ :stack :suspended)))
+    (setf (sb-fiber::fd-cell-output *cell*) fiber)))
+
+(defun writer-problem (fiber)
+  (problem (not (and (eq (sb-fiber::fiber-wait-result fiber) :closed)
+                     (eq (stack-state fiber) :runnable)))
+           "Who waited for output does not know that the descriptor is closed."))
+
+;;; The fiber is woken early, and waits elsewhere as soon as it can: the closer's chain
+;;; must be whole until its end.
+(defparameter *close*
+  (history ((fiber (make-test-fiber))
+            (writer (make-waiting-writer))
+            (other-cell nil)
+            (result nil))
+      (("fiber" (setf result (wait-for-input fiber))
+                (setf other-cell (wait-in-another-chain fiber)))
+       ("other" (steps::unpark fiber))
+       ("closer" (close-when-waited-for)))
+    (or (results-problem :closed result) (writer-problem writer)
+        (other-chain-problem other-cell fiber))))
+
+(defparameter *close-and-interruption*
+  (history ((fiber (make-test-fiber))
+            (writer (make-waiting-writer))
+            (other-cell nil))
+      (("fiber" (wait-for-input fiber)
+                (setf other-cell (wait-in-another-chain fiber)))
+       ("interrupter" (setf (steps::fiber-interruptions fiber) (list #'identity))
+                      (steps::unpark fiber))
+       ("closer" (steps::note-close 3)
+                 ;; It may have come too late.
+                 (setf (steps::fiber-interruptions fiber) (list #'identity))
+                 (steps::unpark fiber)))
+    (or (writer-problem writer) (other-chain-problem other-cell fiber))))
+
+(defparameter *close-and-failure*
+  (history ((fiber (make-test-fiber))
+            (writer (make-waiting-writer))
+            (other-cell nil))
+      (("fiber" (setf (epoll-errno *epoll*) 9)
+                (wait-for-input fiber)
+                (setf (epoll-errno *epoll*) 0
+                      other-cell (wait-in-another-chain fiber)))
+       ("closer" (steps::note-close 3)))
+    (or (writer-problem writer) (other-chain-problem other-cell fiber))))
+
+(test no-report-is-lost
+  (holds *both-directions*)
+  (holds *input-only*)
+  (holds *two-readers*)
+  (holds *report-or-time-out*)
+  (holds *report-and-unpark* :store-buffers t))
+
+(test closing-wakes-all
+  (holds *close*)
+  (holds *close-and-interruption*)
+  (holds *close-and-failure*))
+
+(test bug-arming-for-one-direction-only
+  (with-changes (("ADD-WAITER" "(wanted-directions cell index)" "direction"))
+    (fails *input-only*)))
+
+(test bug-not-arming-for-the-next-in-the-chain
+  (with-changes (("HANDLE-REPORT" "(unless (= wanted 0)
+                                     (%poller-arm epoll (fd-cell-fd cell) wanted data))"
+                                  "nil"))
+    (fails *two-readers*)))
+
+(test bug-arming-before-waiting
+  (with-changes (("ADD-WAITER" "(if (= direction +input+)
+                                    (progn (append-waiter (fd-cell-input cell) fiber)
+                                           (setf (fd-cell-input-poller cell) index))
+                                    (progn (append-waiter (fd-cell-output cell) fiber)
+                                           (setf (fd-cell-output-poller cell) index)))"
+                               "nil"
+                               "(unless (= errno 0) (remove-waiter cell fiber direction))"
+                               "(append-waiter (fd-cell-input cell) fiber)"
+                               "(wanted-directions cell index)" "direction"))
+    (fails *report-and-unpark*)))
+
+(test bug-timing-out-after-a-report
+  (with-changes (("WAIT-FOR-FD" "(when (remove-waiter cell fiber direction) (return :timeout))"
+                                "(return :timeout)"))
+    (fails *report-or-time-out*)))
+
+(test bug-saying-closed-too-early
+  (with-changes (("FORGET-FD" ":closing" ":closed"))
+    (fails *close*)))
+
+;;;; carriers that sleep
+
+(defmacro with-short-searches (&body body)
+  "A search that finds nothing is not repeated, and looks at two places at most."
+  `(with-changes (("SEARCH-FOR-WORK" "4" "1" "50" "1")
+                  ("PUT-IN-PLACE" "(length places)" "1")
+                  ("TAKE-FROM-PLACE" "(length places)" "1"))
+     ,@body))
+
+(defun ran-problem (ran n)
+  (problem (/= ran n) "~D of ~D fibers ran, and all carriers sleep." ran n))
+
+(defparameter *inject*
+  (history ((group (make-test-group 1))
+            (carrier (make-test-carrier group 0))
+            (ran 0))
+      (("carrier" (steps::carrier-loop carrier))
+       ("submitter" (steps::inject group (make-runnable-fiber group (lambda () (incf ran))))))
+    (ran-problem ran 1)))
+
+(defparameter *send-home*
+  (history ((group (make-test-group 1))
+            (carrier (make-test-carrier group 0))
+            (ran 0))
+      (("carrier" (steps::carrier-loop carrier))
+       ("waker" (steps::queue-fiber (make-runnable-fiber group (lambda () (incf ran)) carrier))))
+    (ran-problem ran 1)))
+
+(defparameter *send-home-to-spare*
+  (history ((group (make-test-group 1))
+            (carrier (make-test-carrier group))
+            (ran 0))
+      (("carrier" (steps::carrier-loop carrier))
+       ("waker" (steps::queue-fiber (make-runnable-fiber group (lambda () (incf ran)) carrier))))
+    (ran-problem ran 1)))
+
+;;; The carrier goes to sleep when the fiber comes, or gets a scheduler.
+(defparameter *send-home-while-given*
+  (history ((group (make-test-group 1))
+            (blocked (make-test-carrier group 0))
+            (spare (make-test-carrier group))
+            (ran 0))
+      (("blocked" (steps::give-scheduler-away blocked))
+       ("spare" (steps::put-in-place (sb-fiber::fiber-group-spares group) spare)
+                (steps::idle-as-spare spare group)
+                (steps::serve-scheduler spare))
+       ("waker" (steps::queue-fiber (make-runnable-fiber group (lambda () (incf ran)) spare))))
+    (ran-problem ran 1)))
+
+;;; The first fiber computes until the second one has run: a carrier must not keep both while another
+;;; sleeps. That one has looked for work already when both are injected.
+(defun make-dependent-fibers (group)
+  (let ((cell (vector 0)))
+    (list (make-runnable-fiber
+           group (lambda ()
+                   (perform :read cell 'second-ran (constantly nil)
+                            (lambda () (= 1 (svref cell 0))))))
+          (make-runnable-fiber
+           group (lambda ()
+                   (perform :write cell 'second-ran (lambda () (setf (svref cell 0) 1))))))))
+
+(defun inject-at-once (group fibers)
+  (let ((injector (sb-fiber::fiber-group-injector group)))
+    (dolist (fiber fibers) (sb-fiber::injector-put injector fiber))))
+
+(defparameter *share*
+  (history ((group (make-test-group 2))
+            (first (make-test-carrier group 0))
+            (second (make-test-carrier group 1)))
+      (("first" (inject-at-once group (make-dependent-fibers group))
+                (steps::carrier-loop first))
+       ("second" (steps::sleep-in-poller second (steps::carrier-scheduler second))
+                 (steps::carrier-loop second)))
+    nil))
+
+(defparameter *give-away*
+  (history ((group (make-test-group 1))
+            (blocked (make-test-carrier group 0))
+            (spare (make-test-carrier group)))
+      (("blocked" (steps::give-scheduler-away blocked))
+       ("spare" (steps::carrier-loop spare))
+       ("manager" (steps::run-manager group))
+       ("new" (be-new-carrier)))
+    (problem (not (eql 0 (svref (sb-fiber::fiber-group-orphans group) 0)))
+             "Nobody serves the scheduler.")))
+
+(test no-carrier-sleeps-while-there-is-work
+  (with-short-searches
+    (holds *inject* :store-buffers t)
+    (holds *send-home* :store-buffers t)
+    (holds *send-home-to-spare* :store-buffers t)
+    (holds *send-home-while-given* :switches 2)
+    (holds *share* :switches 2)
+    (holds *give-away* :switches 1)))
+
+(test bug-not-looking-again-before-sleep
+  (with-short-searches
+    (with-changes (("SLEEP-IN-POLLER" "(something-to-do-p carrier scheduler)" "nil"))
+      (fails *inject*)
+      (fails *send-home*))))
+
+(test bug-looking-before-being-known-as-idle
+  (with-short-searches
+    (with-changes (("SLEEP-IN-POLLER" "(enter-idle group bit)" "nil"
+                                      "(if (something-to-do-p carrier scheduler)
+                                           0
+                                           (time-to-sleep scheduler))"
+                                      "(prog1 (if (something-to-do-p carrier scheduler) 0 -1)
+                                         (enter-idle group bit))"))
+      (fails *inject*))))
+
+(test bug-waking-only-who-is-said-to-be-asleep
+  (with-short-searches
+    (with-changes (("WAKE-CARRIER" "(cas (carrier-alarm carrier) 0 1)" "1"))
+      (fails *send-home-to-spare*))))
+
+(test bug-clearing-the-alarm-after-looking
+  (with-short-searches
+    (with-changes (("IDLE-AS-SPARE"
+                    "(loop until (or (carrier-scheduler carrier)
+                                     (eq (fiber-group-state group) :stopped))
+                           do (sleep-on-alarm carrier)
+                              (run-inbox carrier)
+                              (run-pending-handlers))"
+                    "(loop until (or (carrier-scheduler carrier)
+                                     (eq (fiber-group-state group) :stopped))
+                           do (run-inbox carrier)
+                              (setf (carrier-alarm carrier) 0)
+                              (sleep-on-alarm carrier))"))
+      (fails *send-home-to-spare*))))

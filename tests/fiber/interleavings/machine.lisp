@@ -1,0 +1,306 @@
+;;;; what stands for the rest of the runtime, and for the kernel, in a history
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+;;; The ring of a run queue is so small here that its places are used again.
+(defconstant steps::run-queue-capacity 4)
+
+;;; First of all, that what follows finds the functions that it calls. MAKE-RUNNABLE is a
+;;; stub for who parks; histories of carriers use the real one.
+(define-all-from-source)
+(define-from-source (subst 'steps::queue-fiber 'steps::make-runnable
+                           (find-in-source "MAKE-RUNNABLE" "fiber")))
+
+(defun problem (condition control &rest arguments)
+  "What a check returns: a string if CONDITION is true."
+  (when condition (apply #'format nil control arguments)))
+
+;;;; memory and clock
+
+(defvar *memory*)
+
+;;; The address of a word is its index, that of a slot a list of accessor and object.
+(defun read-word (address)
+  (if (listp address)
+      (apply #'funcall address)
+      (steps::svref *memory* address)))
+
+(defun write-word (address value)
+  (setf (steps::svref *memory* address) value))
+
+(defun steps::int-sap (address) address)
+(defun steps::sap-ref-32 (address offset) (read-word (+ address offset)))
+
+(defconstant clock-address 9)
+(defun steps::fiber-now () (read-word clock-address))
+
+;;;; stacks
+
+;;; A fiber's stack is :MOUNTED, :SUSPENDED once the switch has saved its context, and :RUNNABLE when
+;;; somebody may mount it. If it is made runnable when it is not suspended, two carriers will
+;;; run on one stack.
+
+(defvar *stacks*)
+(defun stack-state (fiber) (gethash fiber *stacks*))
+(defun (setf stack-state) (state fiber) (setf (gethash fiber *stacks*) state))
+
+(defun make-test-fiber (&key (phase sb-fiber::+active+) (stack :mounted))
+  (let ((fiber (make-fiber #'identity)))
+    (setf (sb-fiber::fiber-phase fiber) phase
+          (stack-state fiber) stack)
+    fiber))
+
+(defun move-stack (fiber from to &optional awaitedp)
+  (perform :locked fiber 'stack
+           (lambda ()
+             (unless (eq (stack-state fiber) from)
+               (fail-history "A stack becomes ~A that is ~A." to (stack-state fiber)))
+             (setf (stack-state fiber) to))
+           (and awaitedp (lambda () (eq (stack-state fiber) from)))))
+
+(defun steps::make-runnable (fiber)
+  (move-stack fiber :suspended :runnable))
+
+(defun steps::leave (action)
+  (let ((fiber steps::*current-thread*))
+    (move-stack fiber :mounted :suspended)
+    (assert (eq action :park))
+    (steps::finish-parking fiber)
+    (move-stack fiber :runnable :mounted t)))
+
+(defun steps::prepare-zone (fiber) (declare (ignore fiber)))
+
+(defmacro in-test-fiber ((fiber) &body body)
+  `(let ((steps::*current-thread* ,fiber)) ,@body))
+
+(defun phase-problem (&rest fibers)
+  (dolist (fiber fibers)
+    (unless (= (sb-fiber::fiber-phase-only fiber) sb-fiber::+active+)
+      (return (format nil "At the end a phase is ~D." (sb-fiber::fiber-phase fiber))))))
+
+;;;; deadlines
+
+(defvar *scheduler*)
+(defun steps::nearest-scheduler (fiber) (declare (ignore fiber)) *scheduler*)
+
+(defun make-test-scheduler (group index)
+  (let ((poller (sb-fiber::%make-poller index -1)))
+    (setf (sb-fiber::poller-wakeup poller) index)
+    (sb-fiber::%make-scheduler group poller)))
+
+(defun pass-time ()
+  "Serve a deadline, once there is one."
+  (let ((heap (sb-fiber::scheduler-deadlines *scheduler*)))
+    (perform-when-needed :read heap 'steps::deadline-heap-nearest (constantly nil)
+                         (lambda () (/= (sb-fiber::deadline-heap-nearest heap)
+                                        most-positive-fixnum)))
+    (write-word clock-address 10)
+    (steps::collect-expired *scheduler*)))
+
+(defun heap-problem ()
+  (problem (/= 0 (sb-fiber::deadline-heap-count (sb-fiber::scheduler-deadlines *scheduler*)))
+           "A deadline has been left in the heap."))
+
+;;;; futex(2): the word is read under a lock that wakers take too
+
+(defstruct kernel (lock nil) (sleepers '()))
+(defstruct sleeper (woken nil))
+(defvar *kernel*)
+
+(defun call-in-kernel (function)
+  (let ((kernel *kernel*))
+    (perform :locked kernel 'lock (lambda () (setf (kernel-lock kernel) t))
+             (lambda () (not (kernel-lock kernel))))
+    (multiple-value-prog1 (funcall function kernel)
+      (perform :locked kernel 'lock (lambda () (setf (kernel-lock kernel) nil))))))
+
+(defun fall-asleep (address expected)
+  (call-in-kernel (lambda (kernel)
+                    (when (= (read-word address) expected)
+                      (let ((sleeper (make-sleeper)))
+                        (setf (kernel-sleepers kernel)
+                              (append (kernel-sleepers kernel) (list (cons address sleeper))))
+                        sleeper)))))
+
+;;; A carrier may sleep for ever on its alarm, which is a slot; nobody may on a word.
+(defun steps::%futex-wait (address expected seconds microseconds)
+  (declare (ignore seconds microseconds))
+  (let ((sleeper (fall-asleep address expected)))
+    (when sleeper
+      (funcall (if (listp address) #'perform-when-needed #'perform)
+               :locked sleeper 'woken (constantly nil) (lambda () (sleeper-woken sleeper))))))
+
+(defun steps::%futex-wake (address n)
+  (call-in-kernel
+   (lambda (kernel)
+     (loop repeat n
+           for (nil . sleeper) = (find address (kernel-sleepers kernel) :key #'car :test #'equal)
+           while sleeper
+           do (setf (kernel-sleepers kernel)
+                    (remove sleeper (kernel-sleepers kernel) :key #'cdr))
+              (perform :locked sleeper 'woken (lambda () (setf (sleeper-woken sleeper) t)))
+           count t))))
+
+;;;; one bucket
+
+(defvar *bucket*)
+(defun steps::bucket-of (address) (declare (ignore address)) *bucket*)
+(defun steps::announce-blocking ())
+
+(defun bucket-problem ()
+  (or (problem (sb-fiber::bucket-chain *bucket*) "There is somebody in the chain.")
+      (problem (/= 0 (sb-fiber::bucket-waiters *bucket*)) "~D waiters are counted."
+               (sb-fiber::bucket-waiters *bucket*))
+      (problem (/= 0 (sb-fiber::bucket-native *bucket*)) "Native waiters are counted.")))
+
+;;;; epoll(7) with one descriptor, which is always ready, for READY
+
+(defstruct epoll (armed 0) (data 0) (ready (logior sb-fiber::+input+ sb-fiber::+output+)) (errno 0))
+(defvar *epoll*)
+(defvar *cell*)
+
+(defun steps::find-fd-cell (fd createp) (declare (ignore fd createp)) *cell*)
+(defun steps::forget-in-pollers (fd known-to) (declare (ignore fd known-to)))
+
+(defun steps::%poller-arm (number fd directions data)
+  (declare (ignore number fd))
+  (let ((epoll *epoll*))
+    (perform :locked epoll 'armed
+             (lambda ()
+               (when (= 0 (epoll-errno epoll))
+                 (setf (epoll-armed epoll) directions
+                       (epoll-data epoll) data))
+               (epoll-errno epoll)))))
+
+(defun next-report (epoll)
+  "The data and the directions of a report, after which nothing is armed."
+  (flet ((ready () (logand (epoll-armed epoll) (epoll-ready epoll))))
+    (apply #'values
+           (perform-when-needed :locked epoll 'armed
+                                (lambda ()
+                                  (prog1 (list (epoll-data epoll) (ready))
+                                    (setf (epoll-armed epoll) 0)))
+                                (lambda () (/= 0 (ready)))))))
+
+(defun serve-epoll ()
+  (let ((poller (sb-fiber::scheduler-poller *scheduler*)))
+    (loop
+      (multiple-value-bind (data directions) (next-report *epoll*)
+        (multiple-value-bind (reader writer) (steps::handle-report poller data directions)
+          (when reader (steps::unpark reader))
+          (when writer (steps::unpark writer)))))))
+
+(defun cell-problem ()
+  (problem (or (sb-fiber::fd-cell-input *cell*) (sb-fiber::fd-cell-output *cell*))
+           "A waiter has been left in the cell."))
+
+;;;; carriers
+
+(defvar *eventfds*)
+(defvar steps::*pollers*)
+(defvar steps::*force-migration* nil)
+
+(defun steps::%poller-wake (wakeup)
+  (let ((eventfds *eventfds*))
+    (perform :locked eventfds wakeup (lambda () (incf (svref eventfds wakeup))))))
+
+(defun steps::collect-reports (scheduler nanoseconds)
+  (unless (= nanoseconds 0)
+    (let ((eventfds *eventfds*)
+          (i (sb-fiber::poller-wakeup (sb-fiber::scheduler-poller scheduler))))
+      (perform-when-needed :locked eventfds i (lambda () (setf (svref eventfds i) 0))
+                           (lambda () (plusp (svref eventfds i)))))))
+
+(defun steps::time-to-sleep (scheduler) (declare (ignore scheduler)) -1)
+(defun steps::run-pending-handlers ())
+
+(defun steps::carrier-alarm-address (carrier)
+  (list 'steps::carrier-alarm carrier))
+(defun steps::fiber-group-manager-alarm-address (group)
+  (list 'steps::fiber-group-manager-alarm group))
+
+(defvar *running* nil
+  "The carrier that the actor is.")
+
+;;; What a fiber of these histories does is its function.
+(defun steps::run-on-carrier (carrier fiber)
+  (let ((*running* carrier))
+    (funcall (sb-fiber::fiber-function fiber))))
+
+(defun steps::my-scheduler (group)
+  (declare (ignore group))
+  (and *running* (steps::carrier-scheduler *running*)))
+
+;;; There is at most one spare; the place that it takes is the first.
+(defun steps::need-spare-p (group)
+  (eql 0 (steps::svref (sb-fiber::fiber-group-spares group) 0)))
+
+(defstruct start (carriers '()))
+(defvar *start*)
+
+(defun steps::start-carrier (group scheduler)
+  (let ((start *start*)
+        (carrier (sb-fiber::%make-carrier group)))
+    (setf (sb-fiber::carrier-scheduler carrier) scheduler)
+    (perform :locked start 'carriers (lambda () (push carrier (start-carriers start))))))
+
+(defun be-new-carrier ()
+  "Be the carrier that the manager starts, if it does."
+  (let ((start *start*))
+    (steps::carrier-loop
+     (perform-when-needed :locked start 'carriers (lambda () (pop (start-carriers start)))
+                          (lambda () (start-carriers start))))))
+
+(defun make-test-group (n)
+  (let ((group (sb-fiber::%make-fiber-group nil)))
+    (setf (sb-fiber::fiber-group-schedulers group)
+          (coerce (loop for i below n collect (make-test-scheduler group i)) 'simple-vector)
+          steps::*pollers*
+          (map 'simple-vector #'sb-fiber::scheduler-poller
+               (sb-fiber::fiber-group-schedulers group)))
+    group))
+
+(defun make-test-carrier (group &optional i)
+  "A carrier that serves scheduler number I of GROUP, or none."
+  (let ((carrier (sb-fiber::%make-carrier group)))
+    (when i
+      (setf (sb-fiber::carrier-scheduler carrier)
+            (svref (sb-fiber::fiber-group-schedulers group) i)))
+    carrier))
+
+(defun make-runnable-fiber (group function &optional home)
+  (let ((fiber (make-fiber function)))
+    (setf (sb-fiber::fiber-phase fiber) sb-fiber::+active+
+          (sb-fiber::fiber-home fiber) home
+          (sb-fiber::fiber-group fiber) group)
+    fiber))
+
+;;;; all of it, as it is before a history
+
+(defun reset-machine ()
+  (setf *memory* (make-array 10 :initial-element 0)
+        *stacks* (make-hash-table :test 'eq)
+        *scheduler* (make-test-scheduler nil 0)
+        *kernel* (make-kernel)
+        *bucket* (sb-fiber::make-bucket)
+        *epoll* (make-epoll)
+        *cell* (sb-fiber::make-fd-cell 3)
+        *eventfds* (vector 0 0 0)
+        *start* (make-start)))
+
+(defmacro history (bindings actors &body check)
+  "A history in which ACTORS, lists of a name and forms, share BINDINGS, which are those of LET*.
+CHECK has a string as value if something is wrong in the end."
+  `(lambda ()
+     (reset-machine)
+     (let* ,bindings
+       (values (list ,@(loop for (name . forms) in actors
+                             collect `(cons ,name (lambda () ,@forms))))
+               (lambda () ,@check)))))

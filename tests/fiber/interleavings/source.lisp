@@ -1,0 +1,235 @@
+;;;; functions of the runtime that take their steps when an explorer says so
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+;;; The functions whose orders are tried are not written again here, they are read from
+;;; src/code: into the package STEPS, in which all symbols are those that SB-FIBER has, but for
+;;; the accessors of shared slots, the operations on memory, and the functions so read. So a
+;;; change of the source is a change of what is tested.
+;;;
+;;; A planted bug is a form of such a function that is replaced by another; a test that
+;;; plants a form that is not there fails.
+
+(defparameter *source-directory*
+  (merge-pathnames "../../../src/code/" *load-truename*))
+
+(defparameter *operations*
+  '("SVREF" "SAP-REF-32" "INT-SAP" "ATOMIC-INCF" "ATOMIC-DECF" "BARRIER" "WITH-TINY-LOCK"
+    "WITHOUT-INTERRUPTIONS" "WITHOUT-INTERRUPTS" "WITH-LOCAL-INTERRUPTS" "*CURRENT-THREAD*"
+    "SPIN-LOOP-HINT")
+  "What stands for something else in STEPS.")
+
+(defparameter *slots*
+  '("RUN-QUEUE-HEAD" "RUN-QUEUE-TAIL" "INJECTOR-LOCK" "INJECTOR-FIRST" "INJECTOR-LAST"
+    "DEADLINE-HEAP-LOCK" "DEADLINE-HEAP-NEAREST" "DEADLINE-HEAP-COUNT" "DEADLINE-HEAP-ENTRIES"
+    "BUCKET-LOCK" "BUCKET-WAITERS" "BUCKET-NATIVE" "BUCKET-TURN" "BUCKET-CHAIN"
+    "FD-CELL-LOCK" "FD-CELL-GENERATION" "FD-CELL-INPUT" "FD-CELL-OUTPUT"
+    "FD-CELL-INPUT-POLLER" "FD-CELL-OUTPUT-POLLER" "FD-CELL-KNOWN-TO"
+    "POLLER-SLEEP"
+    "CARRIER-SCHEDULER" "CARRIER-INBOX" "CARRIER-ALARM"
+    "FIBER-GROUP-IDLE" "FIBER-GROUP-SEARCHING" "FIBER-GROUP-STATE"
+    "FIBER-GROUP-MANAGER-ALARM"
+    "FIBER-PHASE" "FIBER-INTERRUPTIONS" "FIBER-NEXT" "FIBER-WAIT-NEXT" "FIBER-WAIT-ADDRESS"
+    "FIBER-WAIT-RESULT" "FIBER-DEADLINE" "FIBER-HEAP-INDEX" "FIBER-HEAP")
+  "Accessors of what several threads use.")
+
+(defparameter *definitions*
+  '(("fiber-deque"
+     "RUN-QUEUE-PLACE" "RUN-QUEUE-LENGTH" "RUN-QUEUE-PUT" "RUN-QUEUE-TAKE" "RUN-QUEUE-STEAL")
+    ("fiber-injector"
+     "INJECTOR-PUT" "INJECTOR-TAKE")
+    ("fiber-timers"
+     "HEAP-PLACE" "HEAP-SIFT-UP" "HEAP-SIFT-DOWN" "HEAP-NOTE-NEAREST" "HEAP-DELETE-AT"
+     "HEAP-ENSURE-ROOM" "HEAP-INSERT" "HEAP-REMOVE" "HEAP-TAKE-EXPIRED")
+    ("fiber-poller"
+     "APPEND-WAITER" "UNCHAIN-WAITER" "TAKE-WAITER" "WANTED-DIRECTIONS" "FD-CELL-DATA"
+     "ADD-WAITER" "REMOVE-WAITER" "HANDLE-REPORT" "FORGET-FD" "RELEASE-CLOSED" "WAKE-POLLER")
+    ("fiber"
+     "PHASE-BECOMES-P" "TAKE-PERMIT" "UNPARK" "FINISH-PARKING" "PARK" "DEADLINE-PASSED-P"
+     "PUSH-CHAIN" "TAKE-CHAIN" "WAKE-CARRIER" "WAKE-ONE-IDLE" "CALL-FOR-HELP" "INJECT"
+     "COLLECT-INJECTED" "STEAL-WORK" "LOOK-AROUND" "SEARCH-FOR-WORK" "ENTER-IDLE" "LEAVE-IDLE"
+     "SOMETHING-TO-DO-P" "SLEEP-IN-POLLER" "COLLECT-EXPIRED" "RUN-INBOX" "SERVE-SCHEDULER"
+     "SLEEP-ON-ALARM" "PUT-IN-PLACE" "TAKE-FROM-PLACE" "RING-MANAGER" "GIVE-SCHEDULER-AWAY"
+     "ADOPT-ORPHAN" "IDLE-AS-SPARE" "CARRIER-LOOP")
+    ("fiber-io"
+     "WAIT-FOR-FD" "NOTE-CLOSE")
+    ("fiber-parking"
+     "ENTER-BUCKET" "LEAVE-BUCKET" "TAKE-FROM-BUCKET" "WAIT-IN-BUCKET" "WAIT-NATIVELY"
+     "WAKE-FIBER" "WAKE-NATIVES" "WAKE-IN-TURN" "WAKE-ON-WORD")
+    ("fiber-group"
+     "CALL-WITH-FIBER-HELD" "RUN-MANAGER"))
+  "Files, and the names of the functions and macros that are read from them.")
+
+(defparameter *stubs*
+  '("PREPARE-ZONE" "NEAREST-SCHEDULER" "LEAVE" "MAKE-RUNNABLE" "FIBER-NOW"
+    "BUCKET-OF" "%FUTEX-WAIT" "%FUTEX-WAKE" "ANNOUNCE-BLOCKING"
+    "FIND-FD-CELL" "%POLLER-ARM" "FORGET-IN-POLLERS"
+    "*POLLERS*" "%POLLER-WAKE" "COLLECT-REPORTS" "TIME-TO-SLEEP" "RUN-ON-CARRIER"
+    "RUN-PENDING-HANDLERS" "MY-SCHEDULER" "*FORCE-MIGRATION*" "CARRIER-ALARM-ADDRESS"
+    "FIBER-GROUP-MANAGER-ALARM-ADDRESS" "NEED-SPARE-P" "START-CARRIER"
+    "RUN-QUEUE-CAPACITY")
+  "What machine.lisp defines in place of the runtime.")
+
+(defun make-steps-package ()
+  (let ((package (make-package "STEPS" :use (package-use-list "SB-FIBER")))
+        (own (append *operations* *slots* *stubs* (mapcan (lambda (entry) (copy-list (cdr entry)))
+                                                          *definitions*))))
+    (shadow own package)
+    (with-package-iterator (next "SB-FIBER" :internal :external)
+      (loop
+        (multiple-value-bind (more symbol) (next)
+          (unless more (return package))
+          (unless (member (symbol-name symbol) own :test #'string=)
+            (import symbol package)))))))
+
+(unless (find-package "STEPS") (make-steps-package))
+
+;;;; slots
+
+(defun slot-reader (accessor) (get accessor 'reader))
+(defun slot-writer (accessor) (get accessor 'writer))
+
+(defun update-slot (accessor object function &optional ready)
+  "Replace the value of a slot by what FUNCTION makes of it, by an access that locks; return the old value.
+With READY, wait until that is true of the value."
+  (let ((reader (slot-reader accessor)))
+    (perform :locked object accessor
+             (lambda ()
+               (let ((old (funcall reader object)))
+                 (funcall (slot-writer accessor) (funcall function old) object)
+                 old))
+             (and ready (lambda () (funcall ready (funcall reader object)))))))
+
+(defmacro define-slots ()
+  `(progn
+     ,@(loop for name in *slots*
+             for accessor = (intern name "STEPS")
+             for original = (intern name "SB-FIBER")
+             collect
+             `(progn
+                (setf (get ',accessor 'reader) #',original
+                      (get ',accessor 'writer) (lambda (value object)
+                                                 (setf (,original object) value)))
+                (defun ,accessor (object)
+                  (perform-read object ',accessor #',original))
+                (defun (setf ,accessor) (value object)
+                  (perform-write object ',accessor value (slot-writer ',accessor)))
+                (defun (sb-ext:cas ,accessor) (old new object)
+                  (update-slot ',accessor object
+                               (lambda (value) (if (eql value old) new value))))))))
+
+(define-slots)
+
+;;;; operations on memory
+
+(defun steps::svref (vector index)
+  (perform-read vector index (lambda (vector) (svref vector index))))
+(defun (setf steps::svref) (value vector index)
+  (perform-write vector index value
+                 (lambda (value vector) (setf (svref vector index) value))))
+(defun (sb-ext:cas steps::svref) (old new vector index)
+  (perform :locked vector index (lambda ()
+                                  (let ((value (svref vector index)))
+                                    (when (eql value old) (setf (svref vector index) new))
+                                    value))))
+
+(defmacro steps::atomic-incf (place &optional (delta 1))
+  (destructuring-bind (accessor object) place
+    `(update-slot ',accessor ,object (lambda (value) (+ value ,delta)))))
+(defmacro steps::atomic-decf (place &optional (delta 1))
+  `(steps::atomic-incf ,place (- ,delta)))
+
+(defmacro steps::barrier ((kind) &body body)
+  `(multiple-value-prog1 (progn ,@body)
+     ,@(when (eq kind :memory) '((perform-fence)))))
+
+(defmacro steps::with-tiny-lock ((place) &body body)
+  (destructuring-bind (accessor object) place
+    (let ((holder (gensym)))
+      `(let ((,holder ,object))
+         (update-slot ',accessor ,holder (constantly 1) #'zerop)
+         (multiple-value-prog1 (progn ,@body)
+           (setf (,accessor ,holder) 0))))))
+
+(defvar steps::*current-thread*)
+(defmacro steps::without-interruptions (&body body) `(progn ,@body))
+(defmacro steps::without-interrupts (&body body) `(progn ,@body))
+(defmacro steps::with-local-interrupts (&body body) `(progn ,@body))
+
+;;;; reading the source
+
+(defun steps::spin-loop-hint ())
+
+(defun read-from (string &optional (start 0))
+  (let ((*package* (find-package "STEPS")))
+    (read-from-string string t nil :start start)))
+
+(defun file-contents (file)
+  (with-open-file (stream (merge-pathnames (concatenate 'string file ".lisp")
+                                           *source-directory*))
+    (let* ((contents (make-string (file-length stream)))
+           (end (read-sequence contents stream)))
+      (subseq contents 0 end))))
+
+;;; Only what is wanted is read: other definitions have symbols that no longer exist.
+(defun find-in-source (name file)
+  (let ((contents (file-contents file)))
+    (dolist (definer '("defun" "defmacro") (error "There is no ~A in ~A.lisp." name file))
+      (let ((start (search (format nil "~%(~A ~(~A~) " definer name) contents)))
+        (when start (return (read-from contents start)))))))
+
+(defun find-definition (name)
+  "The form by which the function or macro NAME, a string, is defined."
+  (loop for (file . names) in *definitions*
+        when (member name names :test #'string=)
+        return (find-in-source name file)))
+
+;;; What the explorer counts on is that errors are errors.
+(defun remove-optimization (form)
+  (remove-if (lambda (part)
+               (and (consp part) (eq (car part) 'declare) (consp (second part))
+                    (eq (car (second part)) 'optimize)))
+             form))
+
+(defun define-from-source (form)
+  (handler-bind ((warning #'muffle-warning)
+                 (sb-ext:compiler-note #'muffle-warning))
+    (funcall (compile nil `(lambda ()
+                             (declare (optimize (speed 0) (safety 1)))
+                             ,(remove-optimization form))))))
+
+(defun define-all-from-source ()
+  (loop for (nil . names) in *definitions*
+        do (loop for name in names do (define-from-source (find-definition name)))))
+
+;;;; planting bugs
+
+(defun replace-form (old new form)
+  "FORM with OLD, which must be in it, replaced by NEW; both are strings."
+  (let* ((old (read-from old))
+         (result (subst (read-from new) old form :test #'equal)))
+    (when (equal result form) (error "There is no ~S in ~S." old (second form)))
+    result))
+
+(defun call-with-changes (function changes)
+  (unwind-protect
+       (progn (loop for (name . replacements) in changes
+                    do (let ((form (find-definition name)))
+                         (loop for (old new) on replacements by #'cddr
+                               do (setf form (replace-form old new form)))
+                         (define-from-source form)))
+              (funcall function))
+    (loop for (name) in changes
+          do (define-from-source (find-definition name)))))
+
+(defmacro with-changes ((&rest changes) &body body)
+  "Execute BODY while there are CHANGES, lists of a function's name, a form in it, what is there
+instead, and perhaps more such pairs, all strings."
+  `(call-with-changes (lambda () ,@body) ',changes))
