@@ -251,11 +251,12 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
     (when cell (setf (fd-cell-nonblocking-by-us cell) nil))))
 
 (defun parking-connect (fd address size)
-  "connect(2), parking while it is in progress if this is a fiber. -1 and errno if it fails."
+  "connect(2) to ADDRESS, an alien pointer, parking while it is in progress if this is a fiber. -1 and
+errno if it fails."
   (declare (type (signed-byte 32) fd))
   (flet ((connect ()
            (alien-funcall (extern-alien "connect" (function int int system-area-pointer int))
-                          fd address size))
+                          fd (alien-sap address) size))
          (finish ()
            (alien-funcall (extern-alien "fiber_connect_result" (function int int)) fd)))
     (if (and (parkable-fd-p fd) (= 1 (set-nonblocking fd)))

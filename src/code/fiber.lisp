@@ -412,12 +412,16 @@ In a signal handler and in a foreign callback there are addresses of the OS thre
   "The deadline that is NANOSECONDS away."
   (min (+ (fiber-now) nanoseconds) (1- most-positive-fixnum)))
 
-(defun seconds-from-now (seconds)
-  "The deadline that is SECONDS, a non-negative real, away."
+(defun seconds-to-nanoseconds (seconds)
+  "SECONDS, a non-negative real, in nanoseconds, rounded up; thirty years if that is less."
   (declare (type (real 0) seconds))
   (if (< seconds 1000000000)
-      (nanoseconds-from-now (values (ceiling (* (rational seconds) 1000000000))))
-      (1- most-positive-fixnum)))
+      (values (ceiling (* (rational seconds) 1000000000)))
+      (expt 10 18)))
+
+(defun seconds-from-now (seconds)
+  "The deadline that is SECONDS, a non-negative real, away."
+  (nanoseconds-from-now (seconds-to-nanoseconds seconds)))
 
 (declaim (inline deadline-passed-p))
 (defun deadline-passed-p (deadline)
@@ -465,9 +469,9 @@ In a signal handler and in a foreign callback there are addresses of the OS thre
       (when (deadline-passed-p deadline) (return))
       (without-interruptions (park :sleep deadline)))))
 
-(defun sleep-in-fiber (seconds)
+(defun sleep-in-fiber (nanoseconds)
   "What SLEEP does in a fiber."
-  (park-until (seconds-from-now seconds)))
+  (park-until (nanoseconds-from-now nanoseconds)))
 
 ;;; Not a yield of each call: the fibers in front would cost more than the call.
 (defun spend-budget ()
