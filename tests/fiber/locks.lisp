@@ -459,7 +459,7 @@
                                                    (sb-concurrency:frlock-read (lock) a b)
                                                  (thread-yield)
                                                  (/= a b)))))))))
-      (is (= a b 250)))))
+      (is (= a b 300)))))
 
 ;;; The owner of an RWLOCK is an os-tid: two fibers must not have the same.
 (test rwlock

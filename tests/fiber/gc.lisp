@@ -1,0 +1,433 @@
+;;;; The collector and the stacks of fibers: nothing is lost, nothing stays for ever
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* gc)
+
+;;;; Collections while fibers run
+
+(sb-ext:defglobal **collecting** nil)
+
+(defun collect-at-random (n)
+  "Collect N times, a younger or an older generation, with the mutators running in between."
+  (loop for i below n
+        do (case (mod i 8)
+             (5 (sb-ext:gc :gen 1))
+             (7 (sb-ext:gc :gen 2))
+             (t (sb-ext:gc)))
+           (loop repeat (random 5) do (sb-thread:thread-yield)))
+  (setf **collecting** nil))
+
+;;; Not the SETF function, which would lower the trigger of the next collection as well, perhaps below zero.
+(defmacro nursery-size ()
+  `(sb-alien:extern-alien "bytes_consed_between_gcs" sb-alien:unsigned-long))
+
+(defun call-while-collecting (n function)
+  "Call FUNCTION while a thread collects N times, and each 4 MiB that are allocated are a reason for another
+collection. FUNCTION is to go on while **COLLECTING**."
+  (let ((usual-size (nursery-size)))
+    (setf (nursery-size) (* 4 1024 1024)
+          **collecting** t)
+    (let ((thread (sb-thread:make-thread #'collect-at-random :arguments n)))
+      (unwind-protect (funcall function)
+        (sb-thread:join-thread thread)
+        (setf (nursery-size) usual-size)))))
+
+(defmacro while-collecting ((n) &body body)
+  `(call-while-collecting ,n (lambda () ,@body)))
+
+(defmacro during-collections (&body body)
+  "Execute BODY, which is a check, again and again; false if it ever was."
+  `(loop always (progn ,@body)
+         while **collecting**))
+
+(defun pause ()
+  (fiber-yield))
+
+(defun all-true-p (results)
+  (every (lambda (result) (eq result t)) results))
+
+(defvar *variable* :global)
+(defvar *other* :global)
+
+(defun fresh-data (i)
+  "A new structure of several kinds of objects that only the caller refers to."
+  (list i (list (float i 1d0) (expt 10 (+ 20 (mod i 10))))
+        (make-array 5 :initial-element (cons i i))
+        (format nil "~D" i)
+        (lambda () i)))
+
+(defun intact-p (data i)
+  (destructuring-bind (n (float bignum) vector string function) data
+    (and (eql n i)
+         (= float i)
+         (= bignum (expt 10 (+ 20 (mod i 10))))
+         (every (lambda (cell) (and (eq (car cell) i) (eq (cdr cell) i))) vector)
+         (string= string (format nil "~D" i))
+         (eql i (funcall function)))))
+
+(declaim (notinline keep))
+(defun keep (&rest ignore) (declare (ignore ignore)) t)
+
+(defun recurse-with-data (depth i)
+  "Hold data in DEPTH frames: in the heap, bound, of dynamic extent, and foreign; check it after the frames below
+have parked."
+  (let* ((data (fresh-data i))
+         (*variable* (fresh-data (+ i depth)))
+         (dynamic (list data (+ i depth))))
+    (declare (dynamic-extent dynamic))
+    (sb-alien:with-alien ((foreign (array sb-alien:int 8)))
+      (dotimes (k 8) (setf (sb-alien:deref foreign k) (+ i k)))
+      (pause)
+      (flet ((check ()
+               (and (intact-p data i)
+                    (intact-p *variable* (+ i depth))
+                    (eq (first dynamic) data)
+                    (eql (second dynamic) (+ i depth))
+                    (loop for k below 8 always (= (sb-alien:deref foreign k) (+ i k))))))
+        (and (if (= depth 0)
+                 (during-collections (pause) (check))
+                 (recurse-with-data (1- depth) i))
+             (check))))))
+
+;;; Prevents: stacks that are not scanned, or scanned with wrong bounds; binding stacks that are not updated;
+;;; a fiber that is seen twice or not at all while it is being switched.
+(test parked-stacks
+  (on-carriers (n)
+    (while-collecting (12)
+      (is (all-true-p (in-fibers n 100 (lambda (i) (recurse-with-data (mod i 12) i))))))))
+
+(test hundreds-of-parked-stacks
+  (while-collecting (10)
+    (is (all-true-p (in-fibers 2 600 (lambda (i) (recurse-with-data (mod i 20) i)))))))
+
+;;; Prevents: an allocation region that belongs to a fiber in place of its carrier.
+(test allocation-everywhere
+  (on-carriers (n)
+    (while-collecting (10)
+      (is (all-true-p
+           (in-fibers n 50
+                      (lambda (i)
+                        (let ((list '()))
+                          (during-collections
+                            (when (= 0 (random 50)) (setf list '()))
+                            (loop repeat (random 20) do (push (cons i (random 10)) list))
+                            (pause)
+                            (every (lambda (cell) (eql i (car cell))) list))))))))))
+
+;;; Prevents: objects that move although a stack refers to them, which tables with address-based keys tell.
+(test tables-with-address-based-keys
+  (on-carriers (n)
+    (while-collecting (12)
+      (is (all-true-p
+           (in-fibers n 30
+                      (lambda (i)
+                        (let ((table (make-hash-table :test 'eq))
+                              (keys (loop repeat 20 collect (list i))))
+                          (dolist (key keys) (setf (gethash key table) key))
+                          (during-collections
+                            (pause)
+                            (every (lambda (key) (eq key (gethash key table))) keys))))))))))
+
+(test pinned-objects-stay
+  (on-carriers (n)
+    (while-collecting (12)
+      (is (all-true-p
+           (in-fibers n 30
+                      (lambda (i)
+                        (let ((vector (make-array 10 :initial-element i)))
+                          (sb-sys:with-pinned-objects (vector)
+                            (let ((address (sb-kernel:get-lisp-obj-address vector)))
+                              (during-collections
+                                (pause)
+                                (and (= address (sb-kernel:get-lisp-obj-address vector))
+                                     (every (lambda (x) (eql x i)) vector)))))))))))))
+
+;;; Prevents: the code that a parked frame returns to being moved or freed.
+(test code-that-only-a-stack-refers-to
+  (on-carriers (n :counts '(1 2))
+    (let ((functions (loop for i below 10
+                           collect (compile nil `(lambda (pause)
+                                                   (let ((list (list ,i)))
+                                                     (loop while **collecting** do (funcall pause))
+                                                     (car list)))))))
+      (while-collecting (10)
+        (with-group (group n)
+          (let ((fibers (loop for function in functions
+                              collect (let ((function function))
+                                        (spawn (group) (funcall function #'pause))))))
+            (setf functions nil)
+            (is (equal '(0 1 2 3 4 5 6 7 8 9) (join-all fibers)))))))))
+
+;;;; Roots in saved signal contexts
+
+(defvar *unbound*)
+(declaim (notinline opaque))
+(defun opaque (x) x)
+
+;;; Prevents: registers of a function that a trap has interrupted being forgotten while its fiber is parked in the
+;;; handler.
+(test handlers-of-traps
+  (on-carriers (n)
+    (while-collecting (12)
+      (is (all-true-p
+           (in-fibers n 40
+                      (lambda (i)
+                        (let ((data (fresh-data i)))
+                          (handler-bind ((unbound-variable (lambda (condition)
+                                                             (pause)
+                                                             (use-value (fresh-data 7) condition))))
+                            (during-collections
+                              (let ((more (list i)))
+                                (and (intact-p (symbol-value (opaque '*unbound*)) 7)
+                                     (equal more (list i))
+                                     (intact-p data i)))))))))))))
+
+;;;; What lives, what dies
+
+(defun full-gc ()
+  (sb-ext:gc :full t))
+
+(defmacro parked-with-object ((group object make) &body check)
+  "A fiber that makes OBJECT, parks, and returns the value of CHECK; and a weak pointer to OBJECT. It is parked
+when this returns."
+  `(let* ((pointer nil)
+          (fiber (spawn (,group)
+                   (let ((,object ,make))
+                     (setf pointer (sb-ext:make-weak-pointer ,object))
+                     (fiber-park)
+                     ,@check))))
+     (loop until (and pointer (eq :parked (fiber-state fiber))) do (sb-thread:thread-yield))
+     (cons fiber pointer)))
+
+(defun all-alive-p (pairs)
+  (every (lambda (pair) (sb-ext:weak-pointer-value (cdr pair))) pairs))
+
+;;; Prevents: a parked stack that is no root.
+(test objects-of-parked-stacks-live
+  (on-carriers (n :migration '(nil))
+    (with-group (group n)
+      (let ((pairs (loop for i below 50
+                         collect (let ((i i))
+                                   (parked-with-object (group object (list i)) (equal object (list i)))))))
+        (full-gc)
+        (is (all-alive-p pairs))
+        (full-gc)
+        (is (all-alive-p pairs))
+        (mapc #'fiber-unpark (mapcar #'car pairs))
+        (is (all-true-p (join-all (mapcar #'car pairs))))))))
+
+(defun park-with-bindings (i pointers)
+  "Bind variables to objects that only the bindings refer to, and park. T if the objects are found again."
+  (let ((*variable* (list i))
+        (*other* (make-array 3 :initial-element i)))
+    (sb-ext:atomic-push (sb-ext:make-weak-pointer *variable*) (car pointers))
+    (sb-ext:atomic-push (sb-ext:make-weak-pointer *other*) (car pointers))
+    (fiber-park)
+    (and (equal *variable* (list i))
+         (equalp *other* (vector i i i)))))
+
+;;; Prevents: a binding stack that is no root, or not updated when its objects move.
+(test objects-of-parked-bindings-live
+  (on-carriers (n :migration '(nil))
+    (with-group (group n)
+      (let* ((pointers (list nil))
+             (fibers (loop for i below 50
+                           collect (let ((i i)) (spawn (group) (park-with-bindings i pointers))))))
+        (loop until (and (= 100 (length (car pointers)))
+                         (every (lambda (fiber) (eq :parked (fiber-state fiber))) fibers))
+              do (sb-thread:thread-yield))
+        (loop repeat 3 do (full-gc))
+        (is (= 100 (count-alive (car pointers))))
+        (mapc #'fiber-unpark fibers)
+        (is (all-true-p (join-all fibers)))))))
+
+(defun count-alive (pointers)
+  (count-if #'sb-ext:weak-pointer-value pointers))
+
+(defun run-and-forget (group n)
+  "Weak pointers to objects of fibers that have ended."
+  (let ((pairs (loop for i below n
+                     collect (let ((i i))
+                               (parked-with-object (group object (make-array 100 :initial-element i))
+                                 (length object))))))
+    (mapc #'fiber-unpark (mapcar #'car pairs))
+    (assert (every (lambda (length) (eql length 100)) (join-all (mapcar #'car pairs))))
+    (mapcar #'cdr pairs)))
+
+(defun clear-stack (n)
+  "Overwrite what is dead on the caller's stack."
+  (let ((vector (make-array 10000 :initial-element 0)))
+    (declare (dynamic-extent vector))
+    (keep vector)
+    (when (> n 0) (clear-stack (1- n)))))
+
+;;; Prevents: stacks of ended fibers, or what is kept of the fibers, being roots for ever. A few words on a
+;;; conservative stack may always look like addresses.
+(test objects-of-ended-fibers-die
+  (on-carriers (n :migration '(nil))
+    (with-group (group n)
+      (let ((pointers (run-and-forget group 200)))
+        (clear-stack 2)
+        (full-gc)
+        (is (< (count-alive pointers) 10))
+        ;; with the stacks in use again
+        (in-fibers n 200 (lambda (i) (recurse-with-data (mod i 5) i)))
+        (full-gc)
+        (is (< (count-alive pointers) 10))))))
+
+;;; A fiber that has ended, and that somebody still refers to, holds nothing but its values.
+(test ended-fibers-hold-their-values-only
+  (with-group (group 1)
+    (let* ((pointers '())
+           (fibers (loop repeat 100
+                         collect (let ((object (make-array 100)))
+                                   (push (sb-ext:make-weak-pointer object) pointers)
+                                   (spawn (group :initial-bindings (list (cons '*variable* object)))
+                                     (length object))))))
+      (join-all fibers)
+      (clear-stack 2)
+      (full-gc)
+      (is (< (count-alive pointers) 5))
+      (is (every (lambda (fiber) (eql 100 (join fiber))) fibers)))))
+
+;;; Fibers themselves are garbage once they have ended, and also when they never ran.
+(test fibers-die
+  (with-group (group 2)
+    (let ((pointers (loop for i below 200
+                          collect (let ((fiber (make-fiber #'list)))
+                                    (when (evenp i) (join (submit-fiber group fiber)))
+                                    (sb-ext:make-weak-pointer fiber)))))
+      (in-fibers 2 10 #'keep)
+      (clear-stack 2)
+      (full-gc)
+      (is (< (count-alive pointers) 10)))))
+
+;;;; Birth and death
+
+;;; Prevents: a stack that the collector sees before it is laid out, or after it was given back.
+(test birth-and-death
+  (on-carriers (n)
+    (while-collecting (10)
+      (is (all-true-p
+           (with-group (group n)
+             (let ((ok t))
+               (loop while **collecting**
+                     do (unless (all-true-p
+                                 (join-all (loop for i below 100
+                                                 collect (let ((i i))
+                                                           (spawn (group)
+                                                             (let ((data (fresh-data i)))
+                                                               (when (oddp i) (pause))
+                                                               (intact-p data i)))))))
+                          (setf ok nil)))
+               (list ok))))))))
+
+;;; Fibers that make fibers, of several stack sizes.
+(test birth-in-fibers
+  (on-carriers (n)
+    (while-collecting (10)
+      (with-group (group n)
+        (labels ((tree (depth)
+                   (if (= depth 0)
+                       1
+                       (let ((fibers (loop for i below 3
+                                           collect (let ((size (* 64 1024 (1+ i))))
+                                                     (spawn (group :stack-size size) (tree (1- depth)))))))
+                         (reduce #'+ (join-all fibers))))))
+          (is (= 243 (join (spawn (group) (tree 5))))))))))
+
+(test termination-under-collections
+  (on-carriers (n :migration '(nil))
+    (while-collecting (10)
+      (with-group (group n)
+        (let ((started (list 0)) (cleaned (list 0)))
+          (loop while **collecting**
+                do (let ((fibers (loop for i below 50
+                                       collect (let ((i i))
+                                                 (spawn (group)
+                                                   (let ((*variable* (fresh-data i)))
+                                                     (sb-ext:atomic-incf (car started))
+                                                     (unwind-protect (fiber-park)
+                                                       (when (intact-p *variable* i)
+                                                         (sb-ext:atomic-incf (car cleaned))))))))))
+                     (mapc #'terminate-fiber fibers)
+                     (dolist (fiber fibers)
+                       (fiber-join fiber :default nil :timeout *patience*))))
+          (is (= (car started) (car cleaned))))))))
+
+;;;; Collections by fibers
+
+(test full-collections-in-fibers
+  (on-carriers (n)
+    (is (all-true-p
+         (in-fibers n 6 (lambda (i)
+                          (let ((data (fresh-data i)))
+                            (loop repeat 2
+                                  always (progn (full-gc) (pause) (intact-p data i))))))))))
+
+(test collections-in-many-fibers
+  (on-carriers (n)
+    (is (all-true-p
+         (in-fibers n 30 (lambda (i)
+                           (let ((data (fresh-data i)))
+                             (loop repeat 5
+                                   always (progn (sb-ext:gc) (pause) (intact-p data i))))))))))
+
+(defun collect-at-depth (depth i)
+  (let ((data (list i)))
+    (and (if (= depth 0)
+             (progn (sb-ext:gc) (sb-sys:scrub-control-stack) (pause) (sb-ext:gc :gen 1) t)
+             (collect-at-depth (1- depth) i))
+         (equal data (list i)))))
+
+;;; Prevents: scrubbing of what is below the stack pointer that runs into a guard, or beyond.
+(test collections-at-all-depths
+  (on-carriers (n :counts '(1 2))
+    (with-group (group n)
+      (is (all-true-p (join-all (loop for i below 20
+                                      collect (let ((i i))
+                                                (spawn (group :stack-size (* 64 1024))
+                                                  (collect-at-depth (* 20 i) i))))))))))
+
+(test functions-after-collections
+  (let ((count 0))
+    (push (lambda () (incf count)) sb-ext:*after-gc-hooks*)
+    (unwind-protect
+         (progn (is (all-true-p (in-fibers 2 10 (lambda (i) (keep i) (sb-ext:gc) t))))
+                (loop repeat 1000
+                      until (plusp count)
+                      do (sb-ext:gc) (sleep 1/100))
+                (is (plusp count)))
+      (pop sb-ext:*after-gc-hooks*))))
+
+;;;; Verification: the collector checks the heap and the roots, before and after, and ends the process if
+;;;; something is wrong
+
+(defmacro verified-generation ()
+  `(sb-alien:extern-alien "verify_gens" sb-alien:char))
+
+(defmacro verified-before-p ()
+  `(sb-alien:extern-alien "pre_verify_gen_0" sb-alien:int))
+
+(defun call-with-verification (function)
+  (let ((usual (verified-generation)))
+    (unwind-protect
+         (progn (setf (verified-generation) 0
+                      (verified-before-p) 1)
+                (funcall function))
+      (setf (verified-generation) usual
+            (verified-before-p) 0))))
+
+(test verification
+  (call-with-verification
+   (lambda ()
+     (while-collecting (6)
+       (is (all-true-p (in-fibers 2 100 (lambda (i) (recurse-with-data (mod i 12) i)))))))))
