@@ -321,6 +321,10 @@
     (prepare-stack fiber))
   (%switch-context from (context-of fiber)))
 
+(declaim (inline live-signal-context-p))
+(defun live-signal-context-p ()
+  (/= *free-interrupt-context-index* 0))
+
 (declaim (inline next-in-turn))
 (defun next-in-turn (carrier scheduler)
   "The next fiber to run, or NIL if it is time to look around, or nothing is queued."
@@ -336,6 +340,7 @@ it is resumed."
   (let* ((carrier (truly-the carrier *carrier*))
          (fiber (truly-the fiber *current-thread*))
          (scheduler (carrier-scheduler carrier))
+         (masked (and (live-signal-context-p) (put-back-signal-mask)))
          (next (and scheduler (next-in-turn carrier scheduler))))
     (setf (carrier-predecessor carrier) fiber
           (carrier-action carrier) action
@@ -344,8 +349,19 @@ it is resumed."
         (mount carrier (context-of fiber) (truly-the fiber next))
         (%switch-context (context-of fiber) (int-sap (carrier-context carrier))))
     (after-switch)
+    (when masked (restore-signal-mask))
     nil))
 
+;;; A handler runs with signals blocked, until it enables interrupts. What runs while it is
+;;; parked must not: it would receive no signal, and the runtime gives up when it finds
+;;; interrupts enabled and signals blocked.
+(defun put-back-signal-mask ()
+  "Restore the signal mask of the code that the handlers on the stack interrupted, and return true if
+RESTORE-SIGNAL-MASK must be called when the fiber goes on."
+  (= 1 (alien-funcall (extern-alien "fiber_put_back_signal_mask" (function int)))))
+
+(defun restore-signal-mask ()
+  (alien-funcall (extern-alien "fiber_restore_signal_mask" (function void))))
 
 (declaim (ftype (sfunction (t (or null fixnum)) null) park))
 (defun park (reason deadline)
@@ -370,10 +386,6 @@ what the fiber waits for, for those who look at it from outside. With interrupts
         (svref (fiber-group-schedulers (truly-the fiber-group (fiber-group fiber))) 0))))
 
 ;;;; zones: where a fiber may park, and whether it may go elsewhere
-
-(declaim (inline live-signal-context-p))
-(defun live-signal-context-p ()
-  (/= *free-interrupt-context-index* 0))
 
 (declaim (inline zone))
 (defun zone (fiber)

@@ -225,7 +225,7 @@ static int carve_slot(struct fiber_arena* a, uint32_t i)
     if (raise_guard(middle, MIDDLE_GUARD_SIZE)) return -1;
     fc->control_stack_start = (lispobj*)(slot + HARD_GUARD_SIZE);
     fc->control_stack_end = (lispobj*)fc;
-    fc->binding_stack_start = (lispobj*)(fc + 1);
+    fc->binding_stack_start = (lispobj*)ALIGN_UP((uword_t)(fc + 1), 16); // for MOVAPS
     fc->alien_stack_start = (lispobj*)(middle + SIDE_ZONE_SIZE + HARD_GUARD_SIZE);
     fc->mounted_as = (lispobj)fc;
     fc->state_cell = &a->state[i];
@@ -560,6 +560,29 @@ bool fiber_handle_fault(struct thread* th, os_context_t* context, os_vm_address_
             (context, StaticSymbolFunction(UNDEFINED_ALIEN_VARIABLE_ERROR));
     else return 0;
     return 1;
+}
+
+/* The signal mask belongs to the OS thread, and while a handler runs it is the handler's. When
+ * a fiber is about to park in one, put back what was before, which the outermost live context
+ * tells. If a handler is pending then that is why signals are blocked, and the next
+ * stack with interrupts enabled runs it. */
+int fiber_put_back_signal_mask()
+{
+    struct thread* th = get_sb_vm_thread();
+    sigset_t old, *outer = os_context_sigmask_addr(nth_interrupt_context(0, th));
+    if (interrupt_handler_pending_p()) return 0;
+    thread_sigmask(SIG_SETMASK, outer, &old);
+    memcpy(&th->fiber_context->signal_mask, &old, sizeof th->fiber_context->signal_mask);
+    return 1;
+}
+
+/* The fiber goes on in its handler. */
+void fiber_restore_signal_mask()
+{
+    sigset_t mask;
+    sigemptyset(&mask);
+    memcpy(&mask, &get_sb_vm_thread()->fiber_context->signal_mask, sizeof (lispobj));
+    thread_sigmask(SIG_SETMASK, &mask, 0);
 }
 
 /* The last thing that a trap for pending interrupts does. See the head of

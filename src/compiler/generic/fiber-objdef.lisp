@@ -50,6 +50,8 @@
   (signal-context-count)
   #.(coerce (loop for i below max-interrupts collect (symbolicate "SIGNAL-CONTEXT-" (princ-to-string i)))
             'vector)
+  ;; the signal mask of the innermost handler, while the fiber is parked in one
+  (signal-mask)
   ;; the fiber's number among the living
   (index)
   ;; the catch block at the base of the fiber, to which a fiber that has run into the
