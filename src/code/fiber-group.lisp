@@ -371,7 +371,7 @@ INTERRUPT-THREAD-ERROR if FIBER has ended."
 (defconstant max-spare-carriers 64)
 
 (defun need-spare-p (group)
-  (and (loop for spare across (fiber-group-spares group) always (eql spare 0))
+  (and (all-free-p (fiber-group-spares group))
        (< (length (fiber-group-carriers group))
           (+ max-spare-carriers (length (fiber-group-schedulers group))))))
 

@@ -46,8 +46,9 @@
       (let ((result (fiber-wait-result fiber)))
         (cond ((eq result :closing) (setf deadline nil)) ; the closer is about to let go
               (result (return result))
+              ;; Not in the chain any more: who took the fiber out has yet to say why.
               ((fiber-interruptions fiber)
-               (return (if (remove-waiter cell fiber direction) :interrupted :ready)))
+               (when (remove-waiter cell fiber direction) (return :interrupted)))
               ((deadline-passed-p deadline)
                (when (remove-waiter cell fiber direction) (return :timeout))))))))
 

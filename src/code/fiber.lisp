@@ -240,13 +240,14 @@
 
 (declaim (inline call-for-help))
 (defun call-for-help (group)
-  ;; The caller has queued a fiber by, or followed by, a locked instruction.
+  ;; The caller has queued a fiber, and then executed a full barrier.
   (declare (fiber-group group))
   (when (and (/= (fiber-group-idle group) 0) (= (fiber-group-searching group) 0))
     (wake-one-idle group)))
 
 (defun inject (group fiber)
   (injector-put (fiber-group-injector group) fiber)
+  (barrier (:memory)) ; what gives the lock back is a plain store
   (call-for-help group))
 
 (declaim (inline my-scheduler))
@@ -284,7 +285,9 @@
                (when (phase-becomes-p fiber +parked+ +active+)
                  (make-runnable fiber)
                  (return)))
-              ((or (logtest phase +permit+) (= phase +dead+)) (return))
+              ((= phase +dead+) (return))
+              ;; Also if the permit is there already: this is the full barrier between what
+              ;; the caller has written for the fiber and its next look at it.
               ((phase-becomes-p fiber phase (logior phase +permit+)) (return))))))
   nil)
 
@@ -682,17 +685,33 @@ no fiber, yield the processor."
     (with-pinned-objects (group)
       (%futex-wake (fiber-group-manager-alarm-address group) 1))))
 
+(defun all-free-p (places)
+  (declare (simple-vector places))
+  (loop for object across places always (eql object 0)))
+
+(defun place-orphans (group)
+  "Give schedulers of GROUP that nobody serves to spares. Called by who has added one of either: of two
+who do so at a time the second sees both."
+  (let ((orphans (fiber-group-orphans group))
+        (spares (fiber-group-spares group)))
+    (loop
+      (when (all-free-p orphans) (return))
+      (let ((spare (take-from-place spares)))
+        (unless spare (return))
+        (let ((orphan (take-from-place orphans)))
+          (cond (orphan
+                 (setf (carrier-scheduler (truly-the carrier spare)) orphan)
+                 (wake-carrier spare))
+                (t (put-in-place spares spare))))))))
+
 (defun give-scheduler-away (carrier)
   "Let a spare of the group serve the scheduler of CARRIER, which is going to block."
   (let ((scheduler (carrier-scheduler carrier))
         (group (truly-the fiber-group (carrier-group carrier))))
     (when scheduler
       (setf (carrier-scheduler carrier) nil)
-      (let ((spare (take-from-place (fiber-group-spares group))))
-        (cond (spare
-               (setf (carrier-scheduler (truly-the carrier spare)) scheduler)
-               (wake-carrier spare))
-              (t (put-in-place (fiber-group-orphans group) scheduler))))
+      (put-in-place (fiber-group-orphans group) scheduler)
+      (place-orphans group)
       (ring-manager group))))
 
 (declaim (inline announce-blocking))
@@ -701,13 +720,10 @@ no fiber, yield the processor."
   (let ((carrier *carrier*))
     (when carrier (give-scheduler-away (truly-the carrier carrier)))))
 
-(defun adopt-orphan (carrier)
-  (setf (carrier-scheduler carrier)
-        (take-from-place (fiber-group-orphans (truly-the fiber-group (carrier-group carrier))))))
-
 (defun idle-as-spare (carrier group)
   "Sleep until there is a scheduler for CARRIER, or a fiber in its inbox."
   (put-in-place (fiber-group-spares group) carrier)
+  (place-orphans group)
   (loop until (or (carrier-scheduler carrier) (eq (fiber-group-state group) :stopped))
         do (sleep-on-alarm carrier)
            (run-inbox carrier)
@@ -716,6 +732,6 @@ no fiber, yield the processor."
 (defun carrier-loop (carrier)
   (let ((group (truly-the fiber-group (carrier-group carrier))))
     (loop until (eq (fiber-group-state group) :stopped)
-          do (if (or (carrier-scheduler carrier) (adopt-orphan carrier))
+          do (if (carrier-scheduler carrier)
                  (serve-scheduler carrier)
                  (idle-as-spare carrier group)))))
