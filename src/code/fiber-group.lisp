@@ -32,11 +32,6 @@
 
 (define-load-time-global *fiber-storage-lock* (sb-thread:make-mutex :name "fiber memory"))
 
-(define-load-time-global *pinned-blocking-action* nil
-  "What happens when a fiber blocks its carrier in the kernel because it must not leave it:
-NIL for nothing, :WARN for a warning, :ERROR for an error.")
-(declaim (type (member nil :warn :error) *pinned-blocking-action*))
-
 (define-condition fiber-failed (sb-thread:join-thread-error)
   ((cause :initarg :cause :reader fiber-failed-cause))
   (:report (lambda (condition stream)
@@ -47,6 +42,16 @@ NIL for nothing, :WARN for a warning, :ERROR for an error.")
 FIBER-FAILED-CAUSE is that error."))
 
 ;;;; the fiber
+
+(defmethod print-object ((fiber fiber) stream)
+  (print-unreadable-object (fiber stream :type t :identity t)
+    (multiple-value-bind (state reason) (fiber-state fiber)
+      (format stream "~@[~S ~]~(~A~)~@[ on ~A~]" (fiber-%name fiber) state
+              (typecase reason
+                (null nil)
+                (fd-cell (format nil "descriptor ~D" (fd-cell-fd reason)))
+                (cons "a lock, with a time-out") ; its owner's, and on its stack
+                (t reason))))))
 
 (declaim (ftype (sfunction ((or symbol function) &key (:name t) (:stack-size unsigned-byte)
                                                  (:initial-bindings list))
@@ -148,7 +153,13 @@ that runs no fiber this is PROGN."
                   (call-fiber-function fiber))
         (setq *interrupts-enabled* nil)))
     (setq *interrupts-enabled* nil) ; FIBER-LOST does not pass the cleanup
+    (when (typep (fiber-failure fiber) 'fiber-stack-lost) (report-loss fiber))
     (end-fiber fiber)))
+
+(defun report-loss (fiber)
+  (ignore-errors
+    (format *error-output* "~&~A~%" (fiber-failure fiber))
+    (finish-output *error-output*)))
 
 (defun call-fiber-function (fiber)
   (when *interrupt-pending* (sb-unix::receive-pending-interrupt))
@@ -213,8 +224,17 @@ that runs no fiber this is PROGN."
 ;;; Called by the runtime in place of what ran into the hard guard.
 (defun fiber-stack-lost ()
   (let ((fiber (truly-the fiber *current-thread*)))
-    (setf (fiber-failure fiber) 'fiber-stack-lost)
+    (setf (fiber-failure fiber) (make-condition 'fiber-stack-lost :fiber fiber))
     (throw 'fiber-lost nil)))
+
+(define-condition fiber-stack-lost (storage-condition)
+  ((fiber :initarg :fiber :reader fiber-stack-lost-fiber))
+  (:report (lambda (condition stream)
+             (format stream "~@<~S has used up a stack and its reserve as well, and ended without ~
+                             running its cleanup forms.~:@>"
+                     (fiber-stack-lost-fiber condition))))
+  (:documentation "What FIBER-FAILED-CAUSE returns for a fiber that exhausted a stack while it handled
+the exhaustion."))
 
 ;;; Called instead of ending the process, where the debugger is disabled.
 (defun fail-with (condition)
@@ -458,7 +478,6 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
       t)))
 
 (defun abort-fibers (group)
-  (setf (fiber-group-abort group) t)
   (dolist (fiber (list-all-fibers))
     (when (eq (fiber-group fiber) group)
       (%interrupt-fiber fiber #'sb-thread:abort-thread))))

@@ -98,6 +98,21 @@
 
 ;;;; waiting
 
+(declaim (type (member nil :warn :error) *pinned-blocking-action*))
+(define-load-time-global *pinned-blocking-action* nil
+  "What happens when a fiber blocks its carrier in the kernel because it must not leave it:
+NIL for nothing, :WARN for a warning, :ERROR for an error.")
+
+(defun note-pinned-blocking ()
+  ;; Nothing can be signalled where the collector is held off.
+  (unless (or (null *pinned-blocking-action*) *gc-inhibit*)
+    (let ((control "~@<~S blocks its carrier, which it must not leave here.~:@>"))
+      (if (eq *pinned-blocking-action* :error)
+          (error 'sb-thread::simple-thread-error
+                 :thread *current-thread*
+                 :format-control control :format-arguments (list *current-thread*))
+          (warn control *current-thread*)))))
+
 (defun timeout-to-deadline (to-sec to-usec)
   (declare (type (or null integer) to-sec to-usec))
   (when (and to-sec (>= to-sec 0))
@@ -125,6 +140,7 @@
 ;;; The bucket is told before the kernel: a waker who finds nobody makes no system call.
 (defun wait-natively (address expected to-sec to-usec)
   (let ((bucket (bucket-of address)))
+    (when (in-fiber-p) (note-pinned-blocking))
     (announce-blocking)
     (without-interrupts
       (unwind-protect

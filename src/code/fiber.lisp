@@ -152,7 +152,6 @@
   ;; What the manager sleeps on, who sees to it that there is a spare.
   (manager-alarm 0 :type word)
   (manager nil)
-  (abort nil)
   ;; :RUNNING, or :STOPPED when carriers are to end
   (state :running :type symbol))
 (declaim (freeze-type fiber-group))

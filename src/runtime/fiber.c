@@ -536,6 +536,29 @@ static void side_stack_overflow(struct fiber_context* fc, os_context_t* context,
     signal_exhaustion(context, function);
 }
 
+/* A signal came when the stack had no room for its frame above a guard. The kernel has dropped
+ * it and sends SIGSEGV instead; were it the signal that stops for the collector, the world
+ * would wait for ever. Make room and send again what may have been lost: the others are
+ * harmless when they come for nothing. */
+bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
+{
+    struct thread* th = get_sb_vm_thread();
+    struct fiber_context* fc = th ? th->fiber_context : 0;
+    if (!fc || info->si_code != SI_KERNEL) return 0;
+    uword_t sp = context_sp(context), base = (uword_t)control_base(fc);
+    if (fc->guards & RETURN_GUARD_UP) {
+        mprotect(return_guard(fc), HARD_GUARD_SIZE, PROT_READ|PROT_WRITE);
+        fc->guards &= ~RETURN_GUARD_UP; // the next park raises the guards
+    } else if (!(fc->guards & CONTROL_ZONE_OPEN) && sp >= base && sp < base + 32*KIB) {
+        if (lower_guard(control_zone(fc), CONTROL_ZONE_SIZE)) return 0;
+        fc->guards |= CONTROL_ZONE_OPEN;
+    } else return 0;
+    if (th->stop_signal_sent) pthread_kill(pthread_self(), SIG_STOP_FOR_GC);
+    static const int lost[] = { SIGURG, SIGALRM, SIGCHLD };
+    for (int i = 0; i < 3; ++i) pthread_kill(pthread_self(), lost[i]);
+    return 1;
+}
+
 /* Called instead of handle_guard_page_triggered(), which computes its
  * addresses from the geometry of a thread's stacks. */
 bool fiber_handle_fault(struct thread* th, os_context_t* context, os_vm_address_t addr)
