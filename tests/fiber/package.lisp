@@ -79,6 +79,32 @@
   "Execute BODY, in which fibers are to fail, without the reports of it."
   `(call-with-error-output (lambda () ,@body) (make-broadcast-stream)))
 
+(defun call-in-child (arguments &key input environment (wrapper nil))
+  "Run this Lisp with ARGUMENTS in a process of its own; return exit code and output, errors included. WRAPPER
+is the start of a command line that the Lisp is appended to."
+  (let* ((command (append wrapper
+                          (list sb-ext:*runtime-pathname* "--core" (sb-ext:native-namestring sb-ext:*core-pathname*)
+                                "--noinform" "--disable-ldb" "--no-sysinit" "--no-userinit"
+                                "--disable-debugger")
+                          arguments))
+         (process nil)
+         (output (with-output-to-string (out)
+                   (with-input-from-string (in (or input ""))
+                     (setf process (sb-ext:run-program (first command) (rest command)
+                                                       :search t :input in :output out :error :output
+                                                       :environment (append environment
+                                                                            (sb-ext:posix-environ))))))))
+    (values (sb-ext:process-exit-code process) output)))
+
+(defun child-result (form &rest arguments)
+  "What a child prints, as it evaluates FORM and quits, after the last newline but one; or all if it failed."
+  (multiple-value-bind (code output)
+      (apply #'call-in-child (list "--eval" (with-standard-io-syntax (prin1-to-string form)) "--quit")
+             arguments)
+    (if (= code 0)
+        (string-trim '(#\Newline #\Space) output)
+        (format nil "exit code ~D~%~A" code output))))
+
 (defmacro on-carriers ((carrier-count &key (counts ''(1 2 16)) (migration ''(nil t)))
                        &body body)
   "Execute BODY with each number of carriers, and again such that each wake-up goes through the

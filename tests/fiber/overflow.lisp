@@ -1,0 +1,339 @@
+;;;; Stacks that are used up: an error of the fiber that did it, which can be handled, more than once
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* overflow)
+
+;;; Set in the processes that GUARD-METHODS starts: 1 for madvise, 2 for mprotect.
+(defparameter *guard-method* (sb-ext:posix-getenv "SB_FIBER_TEST_GUARD_METHOD"))
+
+(when *guard-method*
+  (setf (sb-alien:extern-alien "fiber_guard_method" sb-alien:int)
+        (parse-integer *guard-method*)))
+
+;;; For the children.
+(defparameter *run-file*
+  (sb-ext:native-namestring (merge-pathnames "run.lisp" *load-truename*)))
+
+;;;; Ways to use up a stack
+
+(declaim (notinline keep recurse recurse-with-frames recurse-with-bindings recurse-with-aliens))
+(defun keep (&rest ignore) (declare (ignore ignore)) 1)
+
+(defvar *depth*)
+
+(defun recurse ()
+  (incf *depth*)
+  (+ (recurse) (keep)))
+
+(defun recurse-with-frames (words)
+  "Frames of a size that is chosen, so that the stack ends at different places in them."
+  (let ((vector (make-array words :initial-element 0)))
+    (declare (dynamic-extent vector))
+    (+ (recurse-with-frames words) (keep vector))))
+
+(defun recurse-with-conses (list)
+  (+ (recurse-with-conses (list* list (make-array 3) (make-list 5))) (keep list)))
+
+(defun recurse-with-large-objects (n)
+  "The allocator is in foreign code, inside of pseudo-atomic, when the stack ends."
+  (+ (recurse-with-large-objects n) (keep (make-array n))))
+
+(defun recurse-with-rest (&rest arguments)
+  (+ (apply #'recurse-with-rest (cons 1 (if (cddddr arguments) '() arguments))) (keep arguments)))
+
+(defparameter *symbols*
+  (loop repeat 40
+        collect (let ((symbol (gensym "VARIABLE")))
+                  (proclaim `(special ,symbol))
+                  symbol)))
+
+(defun recurse-with-bindings ()
+  (progv *symbols* '(1 2 3)
+    (+ (recurse-with-bindings) (keep))))
+
+(defun recurse-with-aliens (n)
+  (sb-alien:with-alien ((array (array sb-alien:char 2048)))
+    (setf (sb-alien:deref array 0) 1
+          (sb-alien:deref array 2047) 1)
+    (+ (recurse-with-aliens (1+ n)) (sb-alien:deref array 0))))
+
+(defparameter *ways*
+  `((sb-kernel::control-stack-exhausted . ,(lambda () (let ((*depth* 0)) (recurse))))
+    (sb-kernel::control-stack-exhausted . ,(lambda () (recurse-with-frames 10)))
+    (sb-kernel::control-stack-exhausted . ,(lambda () (recurse-with-frames 57)))
+    (sb-kernel::control-stack-exhausted . ,(lambda () (recurse-with-frames 400)))
+    (sb-kernel::control-stack-exhausted . ,(lambda () (recurse-with-conses '())))
+    (sb-kernel::control-stack-exhausted . ,(lambda () (recurse-with-large-objects 600)))
+    (sb-kernel::control-stack-exhausted . ,(lambda () (recurse-with-rest 1)))
+    (sb-kernel::binding-stack-exhausted . ,#'recurse-with-bindings)
+    (sb-kernel::alien-stack-exhausted . ,(lambda () (recurse-with-aliens 0))))
+  "Functions that use up a stack, and which error they end with.")
+
+(defun exhausted-p (way)
+  "T if WAY ends in the error that it should."
+  (handler-case (progn (funcall (cdr way)) nil)
+    (storage-condition (condition) (typep condition (car way)))))
+
+(defun all-true-p (results)
+  (every (lambda (result) (eq result t)) results))
+
+(defun usual-depth ()
+  "How deep a recursion gets, which tells whether the whole stack is there."
+  (let ((*depth* 0))
+    (handler-case (recurse)
+      (storage-condition () *depth*))))
+
+;;;; Overflow, handled
+
+;;; Prevents: the end of the process; a guard that is not raised again.
+(test each-way-several-times
+  (on-carriers (n :counts '(1 2))
+    (dolist (way *ways*)
+      (is (equal '(t t t t)
+                 (in-fiber (n) (loop repeat 4 collect (exhausted-p way))))
+          "~S" way))))
+
+(test one-way-after-another
+  (on-carriers (n)
+    (is (all-true-p (in-fiber (n)
+                      (loop repeat 3
+                            append (loop for way in *ways* collect (exhausted-p way))))))))
+
+(test with-parks-in-between
+  (on-carriers (n)
+    (is (all-true-p
+         (in-fibers n 20 (lambda (i)
+                           (loop for k below 6
+                                 always (progn (fiber-yield)
+                                               (exhausted-p (nth (mod (+ i k) (length *ways*)) *ways*)))))))
+        "~D carriers" n)))
+
+(test in-stacks-of-all-sizes
+  (on-carriers (n :counts '(1 2) :migration '(nil))
+    (dolist (size (list (* 64 1024) (* 256 1024) (* 2 1024 1024)))
+      (with-group (group n)
+        (is (all-true-p (join (spawn (group :stack-size size)
+                                (loop repeat 2
+                                      append (loop for way in *ways* collect (exhausted-p way))))))
+            "~D bytes" size)))))
+
+;;; Prevents: a stack that is smaller after the first overflow, or after it has had another user.
+(test same-depth-each-time
+  (on-carriers (n :counts '(1 2) :migration '(nil))
+    (with-group (group n)
+      (let ((depths (loop repeat 3
+                          append (join (spawn (group) (loop repeat 3 collect (usual-depth)))))))
+        (is (< (- (reduce #'max depths) (reduce #'min depths)) 100) "~S" depths))
+      (let ((small (join (spawn (group :stack-size (* 64 1024)) (usual-depth))))
+            (large (join (spawn (group :stack-size (* 2 1024 1024)) (usual-depth)))))
+        (is (> large (* 20 small)))))))
+
+(test cleanups-run
+  (on-carriers (n)
+    (is (all-true-p
+         (in-fibers n 10 (lambda (i)
+                           (keep i)
+                           (loop for way in *ways*
+                                 always (let ((cleaned nil))
+                                          (and (handler-case
+                                                   (unwind-protect (funcall (cdr way))
+                                                     (fiber-yield)
+                                                     (setf cleaned t))
+                                                 (storage-condition () t))
+                                               cleaned)))))))))
+
+;;; A handler runs on top of what used up the stack: there must be room for it, and it may park.
+(test handlers-run-on-the-reserve
+  (on-carriers (n)
+    (is (all-true-p
+         (in-fibers n 10 (lambda (i)
+                           (keep i)
+                           (loop for way in *ways*
+                                 always (block nil
+                                          (handler-bind ((storage-condition
+                                                           (lambda (condition)
+                                                             (fiber-yield)
+                                                             (princ-to-string condition)
+                                                             (with-output-to-string (out)
+                                                               (sb-debug:print-backtrace :stream out :count 10))
+                                                             (fiber-yield)
+                                                             (return t))))
+                                            (funcall (cdr way)))))))))))
+
+;;; Bindings and data of the frames that remain are what they were.
+(test nothing-else-is-lost
+  (on-carriers (n)
+    (is (all-true-p
+         (in-fibers n 10 (lambda (i)
+                           (let ((*depth* i) (list (list i i)))
+                             (declare (dynamic-extent list))
+                             (sb-alien:with-alien ((number sb-alien:int))
+                               (setf number i)
+                               (loop for way in *ways*
+                                     always (and (exhausted-p way)
+                                                 (eql *depth* i)
+                                                 (equal list (list i i))
+                                                 (= number i)
+                                                 (notany #'boundp *symbols*)))))))))))
+
+(test in-the-handler-of-a-trap
+  (on-carriers (n)
+    (is (all-true-p
+         (in-fibers n 10 (lambda (i)
+                           (keep i)
+                           (loop for way in *ways*
+                                 always (block nil
+                                          (handler-bind ((type-error (lambda (condition)
+                                                                       (keep condition)
+                                                                       (fiber-yield)
+                                                                       (return (exhausted-p way)))))
+                                            (car (keep)))))))))))
+
+;;; Prevents: a large object of dynamic extent that reaches beyond the guards.
+(test objects-larger-than-the-stack
+  (flet ((allocate (n)
+           (handler-case (let ((vector (make-array (the fixnum n) :initial-element 0)))
+                           (declare (dynamic-extent vector))
+                           (keep vector)
+                           nil)
+             (storage-condition () t))))
+    (declare (notinline allocate))
+    (is (equal '(nil t nil t t)
+               (in-fiber () (mapcar #'allocate '(10 40000 10 100000 10000000)))))))
+
+;;;; Many at once, with others that do something else
+
+(test everywhere-at-once
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((stop nil)
+             (others (loop for i below 10
+                           collect (let ((i i))
+                                     (spawn (group)
+                                       (let ((*depth* i) (list (list i)))
+                                         (loop until stop
+                                               always (progn (fiber-yield)
+                                                             (and (eql *depth* i) (equal list (list i))))))))))
+             (fibers (loop for i below 60
+                           collect (let ((way (nth (mod i (length *ways*)) *ways*)))
+                                     (spawn (group)
+                                       (loop repeat 5 always (exhausted-p way)))))))
+        (is (all-true-p (join-all fibers)))
+        (setf stop t)
+        (is (all-true-p (join-all others)))))))
+
+(defun call-while-collecting (function)
+  (let* ((stop nil)
+         (thread (sb-thread:make-thread (lambda () (loop until stop do (sb-ext:gc) (sb-thread:thread-yield))))))
+    (unwind-protect (funcall function)
+      (setf stop t)
+      (sb-thread:join-thread thread))))
+
+;;; A collection needs some stack itself, perhaps when there is none.
+(test under-collections
+  (on-carriers (n)
+    (call-while-collecting
+     (lambda ()
+       (is (all-true-p
+            (in-fibers n 20 (lambda (i)
+                              (let ((way (nth (mod i (length *ways*)) *ways*)))
+                                (loop repeat 5 always (and (exhausted-p way) (progn (fiber-yield) t))))))))))))
+
+(defun collect-at-the-bottom (depth)
+  (if (= depth 0)
+      (progn (sb-ext:gc) 0)
+      (+ 1 (collect-at-the-bottom (1- depth)))))
+
+;;; A collection that is asked for where hardly any stack is left, at each depth up to the end.
+(test collections-at-the-end-of-the-stack
+  (with-group (group 2)
+    (let* ((size (* 64 1024))
+           (results (join (spawn (group :stack-size size)
+                            (loop for depth from 0 below 4000 by 90
+                                  collect (handler-case (= depth (collect-at-the-bottom depth))
+                                            (storage-condition () :exhausted)))))))
+      (is (every (lambda (result) (member result '(t :exhausted))) results))
+      (is (eq t (first results)))
+      (is (eq :exhausted (first (last results)))))))
+
+;;;; Overflow, not handled
+
+(test unhandled-overflow-ends-the-fiber
+  (on-carriers (n :counts '(1 2))
+    (dolist (way *ways*)
+      (with-group (group n)
+        (let ((fiber (quietly (let ((fiber (spawn (group) (funcall (cdr way)))))
+                                (fiber-join fiber :default nil :timeout *patience*)
+                                fiber))))
+          (is (not (fiber-alive-p fiber)))
+          (is (typep (handler-case (fiber-join fiber)
+                       (sb-fiber::fiber-failed (condition) (sb-fiber::fiber-failed-cause condition)))
+                     (car way)))
+          (is (= 3 (join (spawn (group) (+ 1 2))))))))))
+
+(defun overflow-in-the-handler (way)
+  (handler-bind ((storage-condition (lambda (condition)
+                                      (keep condition)
+                                      (funcall (cdr way)))))
+    (funcall (cdr way))))
+
+;;; The reserve is used up as well: there is no room for anything that the fiber could do. Prevents: the
+;;; end of the process; a stack that its next user finds without guards.
+(test overflow-in-the-handler-ends-the-fiber
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((others (loop for i below 10
+                           collect (let ((i i)) (spawn (group) (fiber-park) i))))
+             (lost (loop repeat 3
+                         append (loop for way in (list (first *ways*) (third *ways*) (fifth *ways*))
+                                      collect (let ((way way))
+                                                (spawn (group) (overflow-in-the-handler way)))))))
+        (is (equal (make-list 9 :initial-element :abort)
+                   (quietly
+                     (loop for fiber in lost
+                           collect (nth-value 1 (fiber-join fiber :default nil :timeout *patience*))))))
+        (is (notany #'fiber-alive-p lost))
+        (signals sb-thread:join-thread-error (fiber-join (first lost)))
+        ;; on the same stacks
+        (is (all-true-p (join-all (loop repeat 20
+                                        collect (spawn (group)
+                                                  (loop for way in *ways*
+                                                        always (and (exhausted-p way) (exhausted-p way))))))))
+        (mapc #'fiber-unpark others)
+        (is (equal '(0 1 2 3 4 5 6 7 8 9) (join-all others)))))))
+
+(test lost-fibers-under-collections
+  (on-carriers (n :migration '(nil))
+    (call-while-collecting
+     (lambda ()
+       (with-group (group n)
+         (let ((lost (quietly
+                       (loop for fiber in (loop repeat 30
+                                                collect (spawn (group) (overflow-in-the-handler (first *ways*))))
+                             collect (nth-value 1 (fiber-join fiber :default nil :timeout *patience*))))))
+           (is (equal (make-list 30 :initial-element :abort) lost))
+           (is (= 3 (join (spawn (group) (+ 1 2)))))))))))
+
+;;;; Threads keep their own ways
+
+(test threads-overflow-as-ever
+  (is (equal '(t t) (sb-thread:join-thread
+                     (sb-thread:make-thread
+                      (lambda () (loop repeat 2 collect (exhausted-p (first *ways*)))))))))
+
+;;; All of this again in processes that use the one way to make a guard, and the other.
+(unless *guard-method*
+  (test guard-methods
+    (dolist (method '("1" "2"))
+      (multiple-value-bind (code output)
+          (call-in-child (list "--load" *run-file* "overflow")
+                         :environment (list (format nil "SB_FIBER_TEST_GUARD_METHOD=~A" method)))
+        (is (= 0 code) "With guard method ~A:~%~A" method output)))))
