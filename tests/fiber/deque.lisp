@@ -1,0 +1,170 @@
+;;;; the run queue alone: fiber-deque.lisp, without a scheduler
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* deque)
+
+(defconstant capacity sb-fiber::run-queue-capacity)
+
+;;; HEAD and TAIL count for ever, so a queue in use is one whose places begin anywhere.
+(defun make-queue (&optional (start 0))
+  (let ((queue (sb-fiber::make-run-queue)))
+    (setf (sb-fiber::run-queue-head queue) start
+          (sb-fiber::run-queue-tail queue) start)
+    queue))
+
+(defun put (queue object) (sb-fiber::run-queue-put queue object))
+(defun take (queue) (sb-fiber::run-queue-take queue))
+(defun steal (victim thief) (sb-fiber::run-queue-steal victim thief))
+(defun queue-length (queue) (sb-fiber::run-queue-length queue))
+
+(defun take-all (queue)
+  (loop for object = (take queue)
+        while object collect object))
+
+;;;; One thread
+
+(test first-in-first-out
+  (let ((queue (make-queue)))
+    (is (null (take queue)))
+    (dotimes (i 10) (is (put queue (1+ i))))
+    (is (= 10 (queue-length queue)))
+    (is (equal '(1 2 3 4 5 6 7 8 9 10) (take-all queue)))
+    (is (null (take queue)))))
+
+;;; Prevents: a put that overwrites the oldest object.
+(test full-queue
+  (let ((queue (make-queue 1000)))
+    (dotimes (i capacity) (put queue i))
+    (is (not (put queue :one-too-many)))
+    (is (= capacity (queue-length queue)))
+    (is (eql 0 (take queue)))
+    (is (put queue :last))
+    (is (not (put queue :one-too-many)))
+    (is (equal (append (loop for i from 1 below capacity collect i) '(:last))
+               (take-all queue)))))
+
+;;; Prevents: a thief that leaves the last object to an owner who may be busy for long.
+(test steal-half-rounded-up
+  (dolist (n '(0 1 2 3 4 5 255 256))
+    (let ((victim (make-queue 77))
+          (thief (make-queue 5)))
+      (dotimes (i n) (put victim (1+ i)))
+      (let* ((half (ceiling n 2))
+             (stolen (steal victim thief)))
+        (is (eql (and (plusp n) 1) stolen))
+        (is (equal (loop for i from 2 to half collect i) (take-all thief)))
+        (is (equal (loop for i from (1+ half) to n collect i) (take-all victim)))))))
+
+;;; Prevents: objects that nobody can forget, because their old places still hold them.
+(test taken-objects-are-let-go
+  (let ((queue (make-queue)))
+    (dotimes (i 3) (put queue (list i)))
+    (dotimes (i 3) (take queue))
+    (is (notany #'consp (sb-fiber::run-queue-ring queue)))))
+
+(defun random-operations (n)
+  "Do N operations on a queue and on a list. Return a description of the first that differs, or NIL."
+  (let ((queue (make-queue (random 1000)))
+        (thief (make-queue (random 1000)))
+        (model '()))
+    (flet ((expect (what got wanted)
+             (unless (equal got wanted)
+               (return-from random-operations
+                 (format nil "~S: ~S and not ~S" what got wanted)))))
+      (dotimes (i n)
+        ;; It fills up and runs empty in turn.
+        (case (if (evenp (floor i 600)) (random 4) (+ 2 (random 6)))
+          ((0 1 2) (let ((fits (< (length model) capacity)))
+                     (expect :put (put queue i) fits)
+                     (when fits (setf model (append model (list i))))))
+          ((3 4 5) (expect :take (take queue) (pop model)))
+          (6 (let ((half (ceiling (length model) 2)))
+               (expect :steal (let ((first (steal queue thief)))
+                                (and first (cons first (take-all thief))))
+                       (subseq model 0 half))
+               (setf model (nthcdr half model))))
+          (7 (expect :length (queue-length queue) (length model)))))
+      (expect :rest (take-all queue) model))
+    nil))
+
+(test random-operations
+  (loop repeat 5
+        do (is (null (random-operations 10000)))))
+
+;;;; Several threads
+
+(defstruct (hunt (:constructor make-hunt (n queues)))
+  "N objects are put into the first of QUEUES by the thread that owns it; each other thread owns
+one of the others, and steals."
+  n
+  queues
+  (found 0 :type sb-ext:word)
+  (deadline (+ (get-universal-time) *patience*)))
+
+(defun hunt-over-p (hunt)
+  (or (= (hunt-found hunt) (hunt-n hunt))
+      (> (get-universal-time) (hunt-deadline hunt))))
+
+(defun note-found (hunt)
+  (sb-ext:atomic-incf (hunt-found hunt)))
+
+(defun be-owner (hunt)
+  "Put all objects; take some in between, and what nobody has stolen at the end."
+  (let ((queue (first (hunt-queues hunt)))
+        (next 0)
+        (found '()))
+    (flet ((take-one ()
+             (let ((object (take queue)))
+               (when object
+                 (push (car object) found)
+                 (note-found hunt)))))
+      (loop until (hunt-over-p hunt)
+            do (loop repeat (random 20)
+                     while (and (< next (hunt-n hunt)) (put queue (list next)))
+                     do (incf next))
+               (loop repeat (random 10) do (take-one))
+               ;; Objects are fresh conses: the collector must find them in the ring.
+               (when (= 0 (random 500)) (sb-ext:gc))))
+    (nreverse found)))
+
+(defun be-thief (hunt number)
+  "Steal from all others, thieves too, and take what has been stolen."
+  (let ((own (nth number (hunt-queues hunt)))
+        (found '()))
+    (loop until (hunt-over-p hunt)
+          do (let ((object (or (take own)
+                               (loop for queue in (hunt-queues hunt)
+                                     unless (eq queue own)
+                                       do (let ((object (steal queue own)))
+                                            (when object (return object)))))))
+               (when object
+                 (push (car object) found)
+                 (note-found hunt))))
+    (nreverse found)))
+
+(defun run-hunt (n n-thieves)
+  "A list of what the owner found, and what each of the thieves did."
+  (let* ((hunt (make-hunt n (loop repeat (1+ n-thieves) collect (make-queue (random 1000)))))
+         (threads (list* (sb-thread:make-thread #'be-owner :arguments (list hunt))
+                         (loop for i from 1 to n-thieves
+                               collect (sb-thread:make-thread #'be-thief
+                                                              :arguments (list hunt i))))))
+    (mapcar #'sb-thread:join-thread threads)))
+
+;;; Prevents: an object that two have, or nobody; a ring that the collector does not see through.
+(test each-object-is-found-once
+  (dolist (n-thieves '(1 2 3))
+    (let ((n 200000)
+          (found (run-hunt 200000 n-thieves)))
+      (is (equal (loop for i below n collect i)
+                 (sort (reduce #'append found) #'<)))
+      (is (equal (first found) (sort (copy-list (first found)) #'<))
+          "The owner does not find the objects in the order in which it put them."))))

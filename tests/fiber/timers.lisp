@@ -1,0 +1,145 @@
+;;;; the deadline heap alone: fiber-timers.lisp, without a scheduler
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* timers)
+
+(defun make-fibers (n)
+  (loop repeat n collect (make-fiber #'identity)))
+
+(defun make-heap () (sb-fiber::make-deadline-heap))
+(defun insert (heap fiber deadline) (sb-fiber::heap-insert heap fiber deadline))
+(defun take-expired (heap now) (sb-fiber::heap-take-expired heap now))
+(defun deadline (fiber) (sb-fiber::fiber-deadline fiber))
+(defun heap-index (fiber) (sb-fiber::fiber-heap-index fiber))
+
+(defun take-all-expired (heap now)
+  (loop for fiber = (take-expired heap now)
+        while fiber collect fiber))
+
+(defun broken-p (heap)
+  "What is wrong with HEAP, by the invariants at the head of fiber-timers.lisp; NIL if nothing is."
+  (let ((entries (sb-fiber::deadline-heap-entries heap))
+        (count (sb-fiber::deadline-heap-count heap)))
+    (flet ((at (i) (svref entries i)))
+      (cond ((loop for i below count thereis (/= i (heap-index (at i)))) :index)
+            ((loop for i below count thereis (not (eq heap (sb-fiber::fiber-heap (at i))))) :heap)
+            ((loop for i from 1 below count
+                   thereis (< (deadline (at i)) (deadline (at (floor (1- i) 2)))))
+             :order)
+            ((loop for i from count below (length entries) thereis (sb-fiber::fiber-p (at i)))
+             :garbage)
+            ((/= (sb-fiber::deadline-heap-nearest heap)
+                 (if (= count 0) most-positive-fixnum (deadline (at 0))))
+             :nearest)))))
+
+;;;; One thread
+
+(test in-order-of-deadlines
+  (let* ((heap (make-heap))
+         (deadlines '(5 3 9 3 1 7 5 2))
+         (fibers (make-fibers (length deadlines))))
+    (mapc (lambda (fiber deadline) (insert heap fiber deadline)) fibers deadlines)
+    (is (= 1 (sb-fiber::deadline-heap-nearest heap)))
+    (is (null (take-expired heap 0)))
+    (is (equal '(1 2 3 3) (mapcar #'deadline (take-all-expired heap 4))))
+    (is (= 5 (sb-fiber::deadline-heap-nearest heap)))
+    (is (equal '(5 5 7 9) (mapcar #'deadline (take-all-expired heap 9))))
+    (is (= most-positive-fixnum (sb-fiber::deadline-heap-nearest heap)))
+    (is (every (lambda (fiber) (= -1 (heap-index fiber))) fibers))))
+
+;;; Prevents: a fiber whose wait is over and that its old deadline wakes from another wait.
+(test removed-fibers-are-not-served
+  (let ((heap (make-heap))
+        (fibers (make-fibers 10)))
+    (loop for fiber in fibers for i from 0 do (insert heap fiber i))
+    (is (sb-fiber::heap-remove (fifth fibers)))
+    (is (not (sb-fiber::heap-remove (fifth fibers))))
+    (is (eq (first fibers) (take-expired heap 100)))
+    (is (not (sb-fiber::heap-remove (first fibers))))
+    (is (equal (remove (fifth fibers) (rest fibers)) (take-all-expired heap 100)))))
+
+;;; The vector begins with room for 64. Prevents: a new one that has less in it than the old.
+(test the-heap-grows
+  (let ((heap (make-heap))
+        (fibers (make-fibers 1000)))
+    (dolist (fiber fibers)
+      (insert heap fiber (random 100)))
+    (is (null (broken-p heap)))
+    (let ((taken (take-all-expired heap 100)))
+      (is (= 1000 (length (remove-duplicates taken))))
+      (is (apply #'<= (mapcar #'deadline taken))))
+    (is (null (broken-p heap)))))
+
+(defun random-operations (n)
+  "Do N operations on a heap and on a list of who is in it. Return what went wrong first, or NIL."
+  (let* ((heap (make-heap))
+         (fibers (coerce (make-fibers 200) 'vector))
+         (inside '()))
+    (dotimes (i n)
+      (let ((fiber (aref fibers (random 200))))
+        (case (random 3)
+          (0 (unless (member fiber inside)
+               (insert heap fiber (random 1000))
+               (push fiber inside)))
+          (1 (unless (eq (sb-fiber::heap-remove fiber) (and (member fiber inside) t))
+               (return (list i :remove)))
+             (setf inside (remove fiber inside)))
+          (2 (let* ((now (random 300))
+                    (earliest (if inside (reduce #'min inside :key #'deadline) 1000))
+                    (taken (take-expired heap now)))
+               (unless (eql (and taken (deadline taken)) (and (<= earliest now) earliest))
+                 (return (list i :take)))
+               (setf inside (remove taken inside)))))
+        (when (broken-p heap) (return (list i (broken-p heap))))))))
+
+(test random-operations
+  (is (null (random-operations 10000))))
+
+;;;; Several threads
+
+;;; Each of them has fibers of its own, whose deadlines one serves. So each insertion is followed by
+;;; one removal that succeeds, or by one service.
+(defun insert-and-remove (heap fibers n)
+  "Return how often a removal was in time, and how often a fiber was inserted."
+  (let ((removed 0)
+        (inserted 0))
+    (dotimes (i n (list removed inserted))
+      (let ((fiber (aref fibers (random (length fibers)))))
+        (if (and (= -1 (heap-index fiber)) (= 0 (random 2)))
+            (progn (insert heap fiber (random 1000))
+                   (incf inserted))
+            (when (sb-fiber::heap-remove fiber) (incf removed)))))))
+
+(defun serve (heap donep)
+  (loop for over = (funcall donep)
+        count (take-expired heap (random 500))
+        until over))
+
+;;; Prevents: a deadline that is served after the wait was ended, or twice, or never.
+(test each-deadline-is-served-or-removed
+  (loop repeat 3
+        do (let* ((heap (make-heap))
+                  (threads (loop repeat 3
+                                 collect (sb-thread:make-thread
+                                          #'insert-and-remove
+                                          :arguments (list heap (coerce (make-fibers 100) 'vector)
+                                                           20000))))
+                  (server (sb-thread:make-thread
+                           (lambda ()
+                             (serve heap (lambda ()
+                                           (notany #'sb-thread:thread-alive-p threads))))))
+                  (results (mapcar #'sb-thread:join-thread threads))
+                  (served (sb-thread:join-thread server)))
+             (is (null (broken-p heap)))
+             (is (= (reduce #'+ results :key #'second)
+                    (+ (reduce #'+ results :key #'first)
+                       served
+                       (length (take-all-expired heap 1000))))))))
