@@ -694,3 +694,18 @@
                               (setf (carrier-alarm carrier) 0)
                               (sleep-on-alarm carrier))"))
       (fails *send-home-to-spare*))))
+
+(test bug-a-spare-that-does-not-look-for-orphans
+  (with-short-searches
+    (with-changes (("IDLE-AS-SPARE" "(place-orphans group)" "nil"))
+      (fails *give-away* :switches 1))))
+
+(test bug-an-injector-without-a-barrier
+  (with-short-searches
+    (with-changes (("INJECT" "(barrier (:memory))" "nil"))
+      (fails *inject* :store-buffers t))))
+
+(test bug-a-permit-without-a-barrier
+  (with-changes (("UNPARK" "(= phase +dead+)"
+                           "(or (logtest phase +permit+) (= phase +dead+))"))
+    (fails *two-wakers* :store-buffers t)))

@@ -238,9 +238,9 @@
   (declare (ignore group))
   (and *running* (steps::carrier-scheduler *running*)))
 
-;;; There is at most one spare; the place that it takes is the first.
-(defun steps::need-spare-p (group)
-  (eql 0 (steps::svref (sb-fiber::fiber-group-spares group) 0)))
+;;; There is at most one of each at a time, and the place that it takes is the first.
+(defun steps::all-free-p (places)
+  (eql 0 (steps::svref places 0)))
 
 (defstruct start (carriers '()))
 (defvar *start*)
