@@ -83,7 +83,7 @@
   "Run this Lisp with ARGUMENTS in a process of its own; return exit code and output, errors included. WRAPPER
 is the start of a command line that the Lisp is appended to."
   (let* ((command (append wrapper
-                          (list sb-ext:*runtime-pathname* "--core" (sb-ext:native-namestring sb-ext:*core-pathname*)
+                          (list (sb-ext:native-namestring sb-ext:*runtime-pathname*) "--core" (sb-ext:native-namestring sb-ext:*core-pathname*)
                                 "--noinform" "--disable-ldb" "--no-sysinit" "--no-userinit"
                                 "--disable-debugger")
                           arguments))
@@ -96,10 +96,20 @@ is the start of a command line that the Lisp is appended to."
                                                                             (sb-ext:posix-environ))))))))
     (values (sb-ext:process-exit-code process) output)))
 
+;;; A child knows nothing of these tests.
+(defparameter *child-package*
+  "(defpackage \"SB-FIBER-TESTS\" (:use \"COMMON-LISP\" \"SB-FIBER\"))")
+
+(defun printed (form)
+  "FORM as text that can be read in any package."
+  (with-standard-io-syntax
+    (let ((*package* (find-package "KEYWORD")))
+      (prin1-to-string form))))
+
 (defun child-result (form &rest arguments)
   "What a child prints, as it evaluates FORM and quits, after the last newline but one; or all if it failed."
   (multiple-value-bind (code output)
-      (apply #'call-in-child (list "--eval" (with-standard-io-syntax (prin1-to-string form)) "--quit")
+      (apply #'call-in-child (list* "--eval" *child-package* "--eval" (printed form) '("--quit"))
              arguments)
     (if (= code 0)
         (string-trim '(#\Newline #\Space) output)
