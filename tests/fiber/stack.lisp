@@ -1,0 +1,309 @@
+;;;; stacks alone: fiber-stack.lisp and runtime/fiber.c, without a scheduler
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* stack)
+
+;;; Set in the processes that GUARD-METHODS starts: 1 for madvise, 2 for mprotect.
+(defparameter *guard-method* (sb-ext:posix-getenv "SB_FIBER_TEST_GUARD_METHOD"))
+
+(when *guard-method*
+  (setf (sb-alien:extern-alien "fiber_guard_method" sb-alien:int)
+        (parse-integer *guard-method*)))
+
+;;; For the children.
+(defparameter *run-file*
+  (sb-ext:native-namestring (merge-pathnames "run.lisp" *load-truename*)))
+
+;;;; Where a stack lies. The picture is at the head of runtime/fiber.c.
+
+(defconstant kib 1024)
+(defconstant page 4096)
+(defconstant control-zone-size (* 64 kib))
+(defconstant binding-stack-size (* 64 kib))
+(defconstant side-zone-size (* 16 kib))
+(defconstant alien-stack-size (* 64 kib))
+
+(defun make-test-fiber (&optional (size (* 256 kib)))
+  (make-fiber #'identity :stack-size size))
+
+(defun allocate (fiber)
+  (sb-fiber::allocate-stack fiber)
+  fiber)
+
+(defun release (fiber)
+  "What is done at the end of FIBER."
+  (sb-fiber::retire-index fiber)
+  (sb-fiber::free-stack fiber))
+
+(defmacro with-stack ((fiber &optional (size '(* 256 kib))) &body body)
+  `(let ((,fiber (allocate (make-test-fiber ,size))))
+     (unwind-protect (progn ,@body)
+       (release ,fiber))))
+
+(defun call-with-stacks (function n &optional (size (* 256 kib)))
+  (let ((fibers (loop repeat n collect (allocate (make-test-fiber size)))))
+    (unwind-protect (funcall function fibers)
+      (mapc #'release fibers))))
+
+(defun start (fiber) (sb-fiber::fiber-control-stack-start fiber))
+(defun end (fiber) (sb-fiber::fiber-control-stack-end fiber))
+(defun context (fiber) (sb-fiber::fiber-context fiber))
+(defun index (fiber) (logandc2 (sb-thread::thread-os-tid fiber) (ash 1 31)))
+
+(defun bounds (fiber size)
+  "The addresses between the parts of the slot of FIBER, from its low guard to its end."
+  (let ((address (- (start fiber) page))
+        (parts (list page control-zone-size size binding-stack-size side-zone-size page
+                     side-zone-size alien-stack-size)))
+    (cons address (loop for part in parts collect (incf address part)))))
+
+;;;; What memory lets one do
+
+;;; The kernel says EFAULT where a program would be sent a signal.
+(defun call-with-scratch-pipe (function)
+  (multiple-value-bind (reader writer) (sb-unix:unix-pipe)
+    (unwind-protect (funcall function reader writer)
+      (sb-unix:unix-close reader)
+      (sb-unix:unix-close writer))))
+
+(defun usable-p (address)
+  "Can the byte at ADDRESS be read and written?"
+  (call-with-scratch-pipe
+   (lambda (reader writer)
+     (let ((sap (sb-sys:int-sap address)))
+       (and (eql 1 (sb-unix:unix-write writer sap 0 1))
+            (eql 1 (sb-unix:unix-read reader sap 1)))))))
+
+(defun guarded-p (from to)
+  "Is each page from FROM to TO out of bounds?"
+  (loop for address from from below to by page
+        never (or (usable-p address) (usable-p (+ address page -1)))))
+
+(defun open-p (from to)
+  (loop for address from from below to by page
+        always (and (usable-p address) (usable-p (+ address page -1)))))
+
+(defun guards-up-p (fiber size)
+  "Are the guards of FIBER where they must be, and nothing else guarded?"
+  (destructuring-bind (low zone base binding binding-zone middle alien-zone alien end)
+      (bounds fiber size)
+    (declare (ignore zone middle alien-zone))
+    (and (guarded-p low base)
+         (open-p base binding)
+         (open-p binding binding-zone)
+         (guarded-p binding-zone alien)
+         (open-p alien end))))
+
+;;;; Allocation
+
+(test geometry
+  (dolist (size (mapcar (lambda (n) (* n kib)) '(64 128 256 1024 4096)))
+    (with-stack (fiber size)
+      (is (= (context fiber) (end fiber)))
+      (is (<= (+ (start fiber) control-zone-size size (- page)) (end fiber)
+              (+ (start fiber) control-zone-size size)))
+      (is (= 0 (mod (end fiber) 16)))
+      (is (= 0 (mod (start fiber) page)))
+      (is (guards-up-p fiber size)))))
+
+;;; Sizes are rounded up to powers of two. Prevents: less than was asked for.
+(test sizes-are-rounded-up
+  (loop for (size rounded) in '((1 64) (65 128) (100 128) (128 128) (129 256) (257 512))
+        do (with-stack (fiber (max (* 64 kib) (* size kib)))
+             (is (guards-up-p fiber (* rounded kib)))))
+  (with-stack (fiber (1+ (* 128 kib)))
+    (is (guards-up-p fiber (* 256 kib)))))
+
+(test a-large-stack
+  (with-stack (fiber (ash 1 30))
+    (is (<= (ash 1 30) (- (end fiber) (start fiber))))
+    (is (usable-p (+ (start fiber) control-zone-size)))
+    (is (not (usable-p (+ (start fiber) control-zone-size -1))))))
+
+(defun overlap-p (fibers size)
+  (loop for (this next) on (sort (mapcar (lambda (fiber) (bounds fiber size)) fibers)
+                                 #'< :key #'first)
+        thereis (and next (> (car (last this)) (first next)))))
+
+;;; More than an arena holds. Prevents: two fibers on one stack.
+(test stacks-do-not-overlap
+  (dolist (size (list (* 64 kib) (* 256 kib)))
+    (call-with-stacks
+     (lambda (fibers)
+       (is (not (overlap-p fibers size)))
+       (is (= 1500 (length (remove-duplicates (mapcar #'index fibers))))))
+     1500 size)))
+
+;;; Prevents: memory that grows with all fibers that ever were.
+(test stacks-are-used-again
+  (let ((contexts (call-with-stacks (lambda (fibers) (mapcar #'context fibers)) 100)))
+    (loop repeat 3
+          do (call-with-stacks
+              (lambda (fibers)
+                (is (null (set-exclusive-or contexts (mapcar #'context fibers)))))
+              100))))
+
+;;; Prevents: a stack of one size that is given to who needs a larger one.
+(test sizes-do-not-mix
+  (let ((small (call-with-stacks (lambda (fibers) (mapcar #'context fibers)) 10 (* 64 kib))))
+    (call-with-stacks
+     (lambda (fibers)
+       (is (null (intersection small (mapcar #'context fibers)))))
+     10 (* 128 kib))))
+
+;;;; Memory that is given back
+
+(sb-alien:define-alien-variable "fiber_stack_high_water" sb-alien:unsigned-long)
+
+(defun call-with-high-water (function n)
+  (let ((old fiber-stack-high-water))
+    (setf fiber-stack-high-water n)
+    (unwind-protect (funcall function)
+      (setf fiber-stack-high-water old))))
+
+(defun words-of (fiber)
+  "Addresses in each of its stacks, far from the context."
+  (destructuring-bind (low zone base binding binding-zone middle alien-zone alien end)
+      (bounds fiber (* 256 kib))
+    (declare (ignore low zone middle alien-zone))
+    (list base (+ base (* 100 kib)) (+ binding page) (- binding-zone 8) alien (- end 8))))
+
+(defun use-stack-again ()
+  "Write all over a stack, free it, and return what is left of it when it is used again."
+  (flet ((word (address) (sb-sys:sap-ref-word (sb-sys:int-sap address) 0)))
+    (let (context)
+      (with-stack (fiber)
+        (setf context (context fiber))
+        (dolist (address (words-of fiber))
+          (setf (sb-sys:sap-ref-word (sb-sys:int-sap address) 0) 77)))
+      (with-stack (fiber)
+        (assert (= context (context fiber)))
+        (assert (guards-up-p fiber (* 256 kib)))
+        (mapcar #'word (words-of fiber))))))
+
+;;; Prevents: ten thousand fibers that once had deep stacks, whose memory stays the process's.
+(test surplus-stacks-give-their-pages-back
+  (is (equal '(0 0 0 0 0 0) (call-with-high-water #'use-stack-again 0)))
+  (is (equal '(77 77 77 77 77 77) (call-with-high-water #'use-stack-again 1000000))))
+
+;;;; The table of the living
+
+(test the-living-are-in-the-table
+  (let ((fiber (make-test-fiber)))
+    (is (not (member fiber (list-all-fibers))))
+    (allocate fiber)
+    (is (member fiber (list-all-fibers)))
+    (is (eq fiber (sb-fiber::fiber-at (index fiber))))
+    (let ((index (index fiber)))
+      (sb-fiber::retire-index fiber)
+      (is (not (member fiber (list-all-fibers))))
+      (is (null (sb-fiber::fiber-at index))))
+    (sb-fiber::free-stack fiber)
+    (is (= 0 (context fiber)))))
+
+;;; OS-TIDs are what condition variables and rwlocks tell waiters apart by.
+(test os-tids-are-unique-among-the-living
+  (call-with-stacks
+   (lambda (fibers)
+     (let ((tids (mapcar #'sb-thread::thread-os-tid fibers)))
+       (is (= 1500 (length (remove-duplicates tids))))
+       (is (every (lambda (tid) (<= (ash 1 31) tid (1- (ash 1 32)))) tids))))
+   1500))
+
+;;; Prevents: a mutex id that is taken for a thread's, or for a pointer; and an owner that has ended being
+;;; taken for the fiber that has its stack now.
+(test mutex-ids
+  (flet ((id (index) (sb-fiber::new-mutex-owner-id index)))
+    (dolist (index (list 0 1 1023 1024 (1- (ash 1 24))))
+      (let ((id (id index)))
+        (is (typep id 'sb-ext:word))
+        (is (evenp id))
+        (is (sb-fiber::fiber-mutex-owner-id-p id))
+        (is (= index (ldb (byte 24 2) id)))
+        (is (/= id (id index)))))
+    (is (not (sb-fiber::fiber-mutex-owner-id-p
+              (sb-sys:sap-int (sb-vm::current-thread-offset-sap sb-vm::thread-this-slot)))))
+    (with-stack (fiber)
+      ;; It has an id of its own: one made now is that of another fiber on this stack.
+      (is (eq :thread-dead (sb-fiber::find-mutex-owner (id (index fiber))))))
+    (is (eq :thread-dead (sb-fiber::find-mutex-owner (id (1- (ash 1 24))))))))
+
+;;;; Collections
+
+;;; A stack is free to the collector until a fiber has run on it. Prevents: what another left there being
+;;; taken for references, or for binding entries.
+(test the-collector-does-not-look-at-unused-stacks
+  (call-with-stacks
+   (lambda (fibers)
+     (dolist (fiber fibers)
+       (dolist (address (words-of fiber))
+         (setf (sb-sys:sap-ref-word (sb-sys:int-sap address) 0) #x1234567F)))
+     (finishes (sb-ext:gc :full t)))
+   20))
+
+(test allocation-by-several-threads
+  (let* ((threads (loop repeat 3
+                        collect (sb-thread:make-thread
+                                 (lambda ()
+                                   (loop repeat 30
+                                         always (call-with-stacks
+                                                 (lambda (fibers)
+                                                   (every (lambda (fiber)
+                                                            (eq fiber (sb-fiber::fiber-at
+                                                                       (index fiber))))
+                                                          fibers))
+                                                 50))))))
+         (results (loop while (some #'sb-thread:thread-alive-p threads)
+                        do (sb-ext:gc)
+                        finally (return (mapcar #'sb-thread:join-thread threads)))))
+    (is (equal '(t t t) results))))
+
+;;;; No memory
+
+(defun refused-p (fiber)
+  (handler-case (progn (allocate fiber) nil)
+    (sb-fiber::fiber-stack-unavailable () t)))
+
+(defconstant +rlimit-as+ 9)
+
+(defun limit-address-space (bytes)
+  (sb-alien:with-alien ((limit (array sb-alien:unsigned-long 2)))
+    (setf (sb-alien:deref limit 0) bytes
+          (sb-alien:deref limit 1) (ldb (byte 64 0) -1)) ; RLIM_INFINITY
+    (= 0 (sb-alien:alien-funcall
+          (sb-alien:extern-alien "setrlimit" (function sb-alien:int sb-alien:int
+                                                       (* (array sb-alien:unsigned-long 2))))
+          +rlimit-as+ (sb-alien:addr limit)))))
+
+;;; Prevents: a lost process, or a lost fiber, where there could be one less at a time.
+(test no-room-for-a-stack
+  (let ((fibers (loop repeat 3 collect (make-test-fiber (ash 1 29))))) ; none of this size is free
+    (unwind-protect
+         (progn (limit-address-space (ash 1 30))
+                (is (every #'refused-p fibers))
+                (is (every (lambda (fiber) (= 0 (context fiber))) fibers)))
+      (limit-address-space (ldb (byte 64 0) -1)))
+    (dolist (fiber fibers)
+      (allocate fiber)
+      (is (/= 0 (context fiber)))
+      (release fiber))))
+
+;;; All of this again in processes that use the one way to make a guard, and the other. Before Linux 6.13
+;;; the first one is not there.
+(unless *guard-method*
+  (test guard-methods
+    (dolist (method (if (= 2 (sb-alien:extern-alien "fiber_guard_method" sb-alien:int))
+                        '("2")
+                        '("1" "2")))
+      (multiple-value-bind (code output)
+          (call-in-child (list "--load" *run-file* "stack")
+                         :environment (list (format nil "SB_FIBER_TEST_GUARD_METHOD=~A" method)))
+        (is (= 0 code) "With guard method ~A:~%~A" method output)))))
