@@ -85,7 +85,8 @@
         collect (svref (sb-fiber::run-queue-ring queue) (steps::run-queue-place n))))
 
 (defun queue-problem (put &rest lists)
-  "LISTS are what was taken and what is left, in the order in which it was put; PUT is all that was put."
+  "LISTS are what was taken and what is left, in the order in which it was put; PUT is all that
+was put."
   (or (problem (set-exclusive-or put (reduce #'append lists))
                "Of ~S something is not in ~S." put lists)
       (problem (/= (length put) (reduce #'+ lists :key #'length))

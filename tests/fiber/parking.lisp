@@ -245,3 +245,42 @@ first that differs, or NIL."
       (dolist (thread threads)
         (is (null (join-in-time thread)))))
     (is (uncounted-p word))))
+
+;;;; Fibers
+
+;;; Prevents: a permit that makes a new fiber look like one that was submitted.
+(test unparking-what-has-not-begun
+  (with-group (group 1)
+    (let ((fiber (make-fiber (lambda () (fiber-park) :done))))
+      (fiber-unpark fiber)
+      (is (eq :done (join (submit-fiber group fiber)))))
+    (let* ((log '())
+           (fiber (make-fiber (lambda () (push :begun log)))))
+      (interrupt-fiber fiber (lambda () (push :interruption log)))
+      (is (equal '(:begun :interruption) (join (submit-fiber group fiber)))))
+    (let ((fiber (make-fiber #'identity)))
+      (fiber-unpark fiber)
+      (terminate-fiber fiber)
+      (is (not (fiber-alive-p fiber))))))
+
+;;; As in a thread, a wait within WITHOUT-INTERRUPTS is not interrupted. Prevents: an unwinding of code
+;;; that has asked not to be unwound.
+(test interruptions-come-when-they-are-allowed
+  (with-group (group 1)
+    (let* ((semaphore (sb-thread:make-semaphore))
+           (log '())
+           (fiber (spawn (group)
+                    (sb-sys:without-interrupts
+                      (push :in log)
+                      (sb-thread:wait-on-semaphore semaphore)
+                      (push :out log))
+                    (fiber-yield))))
+      (loop until (eq :parked (fiber-state fiber)) do (sb-thread:thread-yield))
+      (interrupt-fiber fiber (lambda () (push :interruption log)))
+      ;; Now it has looked at it, and waits again.
+      (loop until (and (eq :parked (fiber-state fiber))
+                       (= sb-fiber::+parked+ (sb-fiber::fiber-phase fiber)))
+            do (sb-thread:thread-yield))
+      (sb-thread:signal-semaphore semaphore)
+      (join fiber)
+      (is (equal '(:in :out :interruption) (reverse log))))))

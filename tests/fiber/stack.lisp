@@ -218,8 +218,8 @@
        (is (every (lambda (tid) (<= (ash 1 31) tid (1- (ash 1 32)))) tids))))
    1500))
 
-;;; Prevents: a mutex id that is taken for a thread's, or for a pointer; and an owner that has ended being
-;;; taken for the fiber that has its stack now.
+;;; Prevents: a mutex id that is taken for a thread's, or for a pointer; and an owner that has
+;;; ended being taken for the fiber that has its stack now.
 (test mutex-ids
   (flet ((id (index) (sb-fiber::new-mutex-owner-id index)))
     (dolist (index (list 0 1 1023 1024 (1- (ash 1 24))))
@@ -238,8 +238,8 @@
 
 ;;;; Collections
 
-;;; A stack is free to the collector until a fiber has run on it. Prevents: what another left there being
-;;; taken for references, or for binding entries.
+;;; A stack is free to the collector until a fiber has run on it. Prevents: what another left
+;;; there being taken for references, or for binding entries.
 (test the-collector-does-not-look-at-unused-stacks
   (call-with-stacks
    (lambda (fibers)
@@ -296,8 +296,8 @@
       (is (/= 0 (context fiber)))
       (release fiber))))
 
-;;; All of this again in processes that use the one way to make a guard, and the other. Before Linux 6.13
-;;; the first one is not there.
+;;; All of this again in processes that use the one way to make a guard, and the other.
+;;; Before Linux 6.13 the first one is not there.
 (unless *guard-method*
   (test guard-methods
     (dolist (method (if (= 2 (sb-alien:extern-alien "fiber_guard_method" sb-alien:int))

@@ -143,3 +143,20 @@
                     (+ (reduce #'+ results :key #'first)
                        served
                        (length (take-all-expired heap 1000))))))))
+
+;;;; Deadlines in a heap of others
+
+;;; Before a carrier blocks in the kernel it gives its scheduler away, so the deadlines of
+;;; the fiber on it go into a heap that another serves, who may be asleep for ever. Prevents
+;;; that he sleeps on.
+(test a-deadline-without-a-scheduler-of-ones-own
+  (with-group (group 1)
+    (let ((fiber (spawn (group)
+                   (sb-fiber::announce-blocking)
+                   ;; until the other has taken over, has found nothing to do, and sleeps
+                   (loop until (/= 0 (sb-fiber::fiber-group-idle group))
+                         do (sb-ext:spin-loop-hint))
+                   (sleep 1/10)
+                   :woken)))
+      (is (eq :woken (fiber-join fiber :timeout 10 :default :lost)))
+      (fiber-unpark fiber))))

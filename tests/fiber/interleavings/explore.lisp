@@ -197,7 +197,8 @@ does to SLOT of OBJECT in one step."
 ;;;; the explorer's side
 
 (defun begin-run (exploration)
-  "Make the history, let all actors run to their first steps, and return the function that checks the end."
+  "Make the history, let all actors run to their first steps, and return the function that
+checks the end."
   (multiple-value-bind (functions check) (funcall (exploration-history exploration))
     (setf (exploration-trace exploration) '()
           (exploration-actors exploration)

@@ -90,9 +90,12 @@
 (defvar *scheduler*)
 (defun steps::nearest-scheduler (fiber) (declare (ignore fiber)) *scheduler*)
 
+;;; Pollers have no descriptors: what is called by mistake is to fail.
+(defconstant no-descriptor 1000000)
+
 (defun make-test-scheduler (group index)
   (let ((poller (sb-fiber::%make-poller index -1)))
-    (setf (sb-fiber::poller-wakeup poller) index)
+    (setf (sb-fiber::poller-wakeup poller) (+ no-descriptor index))
     (sb-fiber::%make-scheduler group poller)))
 
 (defun pass-time ()
@@ -208,13 +211,14 @@
 (defvar steps::*force-migration* nil)
 
 (defun steps::%poller-wake (wakeup)
-  (let ((eventfds *eventfds*))
-    (perform :locked eventfds wakeup (lambda () (incf (svref eventfds wakeup))))))
+  (let ((eventfds *eventfds*)
+        (i (- wakeup no-descriptor)))
+    (perform :locked eventfds i (lambda () (incf (svref eventfds i))))))
 
 (defun steps::collect-reports (scheduler nanoseconds)
   (unless (= nanoseconds 0)
     (let ((eventfds *eventfds*)
-          (i (sb-fiber::poller-wakeup (sb-fiber::scheduler-poller scheduler))))
+          (i (sb-fiber::poller-index (sb-fiber::scheduler-poller scheduler))))
       (perform-when-needed :locked eventfds i (lambda () (setf (svref eventfds i) 0))
                            (lambda () (plusp (svref eventfds i)))))))
 

@@ -12,7 +12,8 @@
 ;;; The functions whose orders are tried are not written again here, they are read from
 ;;; src/code: into the package STEPS, in which all symbols are those that SB-FIBER has, but for
 ;;; the accessors of shared slots, the operations on memory, and the functions so read. So a
-;;; change of the source is a change of what is tested.
+;;; change of the source is a change of what is tested. A function that is not named below is called
+;;; as it is, in one step: whoever makes a new one out of such a path names it here.
 ;;;
 ;;; A planted bug is a form of such a function that is replaced by another; a test that
 ;;; plants a form that is not there fails.
@@ -97,8 +98,8 @@
 (defun slot-writer (accessor) (get accessor 'writer))
 
 (defun update-slot (accessor object function &optional ready)
-  "Replace the value of a slot by what FUNCTION makes of it, by an access that locks; return the old value.
-With READY, wait until that is true of the value."
+  "Replace the value of a slot by what FUNCTION makes of it, by an access that locks; return the
+old value. With READY, wait until that is true of the value."
   (let ((reader (slot-reader accessor)))
     (perform :locked object accessor
              (lambda ()
