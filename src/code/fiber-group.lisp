@@ -153,10 +153,11 @@ that runs no fiber this is PROGN."
                   (call-fiber-function fiber))
         (setq *interrupts-enabled* nil)))
     (setq *interrupts-enabled* nil) ; FIBER-LOST does not pass the cleanup
-    (when (typep (fiber-failure fiber) 'fiber-stack-lost) (report-loss fiber))
+    (when (eq (fiber-failure fiber) t) (report-loss fiber))
     (end-fiber fiber)))
 
 (defun report-loss (fiber)
+  (setf (fiber-failure fiber) (make-condition 'fiber-stack-lost :fiber fiber))
   (ignore-errors
     (format *error-output* "~&~A~%" (fiber-failure fiber))
     (finish-output *error-output*)))
@@ -223,9 +224,8 @@ that runs no fiber this is PROGN."
 
 ;;; Called by the runtime in place of what ran into the hard guard.
 (defun fiber-stack-lost ()
-  (let ((fiber (truly-the fiber *current-thread*)))
-    (setf (fiber-failure fiber) (make-condition 'fiber-stack-lost :fiber fiber))
-    (throw 'fiber-lost nil)))
+  (setf (fiber-failure (truly-the fiber *current-thread*)) t) ; there is no room for more
+  (throw 'fiber-lost nil))
 
 (define-condition fiber-stack-lost (storage-condition)
   ((fiber :initarg :fiber :reader fiber-stack-lost-fiber))

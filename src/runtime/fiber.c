@@ -13,6 +13,7 @@
  * files for more information.
  */
 
+#define _GNU_SOURCE // for REG_TRAPNO
 #include "genesis/sbcl.h"
 #ifdef LISP_FEATURE_SB_FIBER
 
@@ -38,18 +39,23 @@
  * A stack slot, from low to high addresses:
  *
  *     hard guard               one page, never accessible
+ *     critical zone            64 KiB, a guard until a critical section overflows the next
  *     control zone             64 KiB, a guard until the control stack overflows
  *     control stack            grows down
  *     struct fiber_context
  *     binding stack            grows up
  *     binding zone             16 KiB, a guard until the binding stack overflows
+ *     critical page            a guard until the fiber is ended for that
  *     hard guard               one page, never accessible
+ *     critical page            as above, for the alien stack
  *     alien zone               16 KiB, a guard until the alien stack overflows
  *     alien stack              grows down
  *
  * Control and binding stack meet around the context, in the one page that an idle fiber
  * has touched. A zone is both the guard in front of the hard guard and, once it has been
- * opened, the room in which the handlers of the exhaustion run.
+ * opened, the room in which the handlers of the exhaustion run. A fiber that uses up that
+ * room too is ended, but not in the midst of an allocation or of a collection, which
+ * go on in the critical zone.
  *
  * What is true when nobody is inside:
  *  - arenas are only ever added; n_arenas is written last, so that the collector and
@@ -58,19 +64,35 @@
  *    store of the thread that prepared the stack, and changes between SUSPENDED and
  *    MOUNTED only in the switch, inside pseudo-atomic;
  *  - a slot is in the free list, or was handed out by fiber_stack_allocate();
- *  - a bit in context->guards is set if and only if that zone is open.
+ *  - a bit ..._OPEN in context->guards is set if and only if that zone is open.
+ *
+ * A zone is closed again when its stack has been unwound. That is found out by the *return
+ * guard*, a page of the control stack above the frame that overflowed, which is made
+ * read-only: whoever writes there next, having returned to or beyond it, faults. It lies on
+ * the control stack whichever stack overflowed, since the collector writes to binding
+ * stacks and never to control stacks. If there is none (no mapping is left), the next park
+ * closes the zone.
  */
 
 #define KIB 1024
 #define HARD_GUARD_SIZE ((uword_t)os_reported_page_size)
+#define CRITICAL_ZONE_SIZE (64*KIB) // a collection needs 26 KiB
 #define CONTROL_ZONE_SIZE (64*KIB)
+#define LOW_GUARD_SIZE (HARD_GUARD_SIZE + CRITICAL_ZONE_SIZE + CONTROL_ZONE_SIZE)
 #define SIDE_ZONE_SIZE (16*KIB)
 #define FIBER_BINDING_STACK_SIZE (64*KIB)
 #define FIBER_ALIEN_STACK_SIZE (64*KIB)
-#define MIDDLE_GUARD_SIZE (2*SIDE_ZONE_SIZE + HARD_GUARD_SIZE)
+#define MIDDLE_GUARD_SIZE (2*SIDE_ZONE_SIZE + 3*HARD_GUARD_SIZE)
 
-enum { CONTROL_ZONE_OPEN = 1, BINDING_ZONE_OPEN = 2, ALIEN_ZONE_OPEN = 4,
-       RETURN_GUARD_UP = 8, OVERFLOW_PENDING = 16 };
+enum {
+    CONTROL_ZONE_OPEN = 1, CRITICAL_ZONE_OPEN = 2,
+    BINDING_ZONE_OPEN = 4, BINDING_CRITICAL_OPEN = 8,
+    ALIEN_ZONE_OPEN = 16, ALIEN_CRITICAL_OPEN = 32,
+    // the control zone was opened and nobody has been told
+    OPENED_SILENTLY = 64,
+    // what is to be signalled when the pseudo-atomic section ends
+    OVERFLOW_PENDING = 128, LOSS_PENDING = 256,
+};
 
 #define SLOTS_PER_ARENA 1024
 #define ARENA_BYTES ((uword_t)512*KIB*KIB)
@@ -144,13 +166,15 @@ static void choose_guard_method(char* page)
 
 /* Geometry. The context knows its bounds, all else follows from them. */
 
-static char* control_zone(struct fiber_context* fc) { return (char*)fc->control_stack_start; }
+static char* critical_zone(struct fiber_context* fc) { return (char*)fc->control_stack_start; }
+static char* control_zone(struct fiber_context* fc) { return critical_zone(fc) + CRITICAL_ZONE_SIZE; }
 static char* control_base(struct fiber_context* fc) { return control_zone(fc) + CONTROL_ZONE_SIZE; }
-static char* low_hard_guard(struct fiber_context* fc) { return control_zone(fc) - HARD_GUARD_SIZE; }
+static char* low_hard_guard(struct fiber_context* fc) { return critical_zone(fc) - HARD_GUARD_SIZE; }
 static char* alien_zone(struct fiber_context* fc) { return (char*)fc->alien_stack_start; }
-static char* middle_hard_guard(struct fiber_context* fc) { return alien_zone(fc) - HARD_GUARD_SIZE; }
-static char* binding_zone(struct fiber_context* fc) { return middle_hard_guard(fc) - SIDE_ZONE_SIZE; }
-static char* return_guard(struct fiber_context* fc) { return control_base(fc); }
+static char* alien_critical(struct fiber_context* fc) { return alien_zone(fc) - HARD_GUARD_SIZE; }
+static char* binding_critical(struct fiber_context* fc) { return alien_critical(fc) - 2*HARD_GUARD_SIZE; }
+static char* binding_zone(struct fiber_context* fc) { return binding_critical(fc) - SIDE_ZONE_SIZE; }
+static char* context_page(struct fiber_context* fc) { return (char*)((uword_t)fc & -HARD_GUARD_SIZE); }
 
 static bool within(os_vm_address_t addr, char* start, uword_t size)
 {
@@ -173,7 +197,7 @@ static uword_t round_stack_size(uword_t size)
 static uword_t slot_stride(uword_t control_size)
 {
     uword_t page = HARD_GUARD_SIZE;
-    uword_t size = HARD_GUARD_SIZE + CONTROL_ZONE_SIZE + control_size
+    uword_t size = LOW_GUARD_SIZE + control_size
         + FIBER_BINDING_STACK_SIZE + MIDDLE_GUARD_SIZE + FIBER_ALIEN_STACK_SIZE;
     uword_t n_pages = (size + page - 1) / page;
     return (n_pages | 1) * page;
@@ -210,8 +234,7 @@ static struct fiber_arena* add_arena(struct stack_class* class)
  * sake of the caches again: all first lines at one offset would share 12 lines. */
 static struct fiber_context* slot_context(struct fiber_arena* a, uint32_t i)
 {
-    char* boundary = a->base + i * a->stride + HARD_GUARD_SIZE + CONTROL_ZONE_SIZE
-        + a->class->control_size;
+    char* boundary = a->base + i * a->stride + LOW_GUARD_SIZE + a->class->control_size;
     return (void*)(boundary - 2*KIB + (i % 8) * 64);
 }
 
@@ -219,14 +242,13 @@ static int carve_slot(struct fiber_arena* a, uint32_t i)
 {
     struct fiber_context* fc = slot_context(a, i);
     char* slot = a->base + i * a->stride;
-    char* middle = slot + HARD_GUARD_SIZE + CONTROL_ZONE_SIZE + a->class->control_size
-        + FIBER_BINDING_STACK_SIZE;
-    if (raise_guard(slot, HARD_GUARD_SIZE + CONTROL_ZONE_SIZE)) return -1;
+    char* middle = slot + LOW_GUARD_SIZE + a->class->control_size + FIBER_BINDING_STACK_SIZE;
+    if (raise_guard(slot, LOW_GUARD_SIZE)) return -1;
     if (raise_guard(middle, MIDDLE_GUARD_SIZE)) return -1;
     fc->control_stack_start = (lispobj*)(slot + HARD_GUARD_SIZE);
     fc->control_stack_end = (lispobj*)fc;
     fc->binding_stack_start = (lispobj*)ALIGN_UP((uword_t)(fc + 1), 16); // for MOVAPS
-    fc->alien_stack_start = (lispobj*)(middle + SIDE_ZONE_SIZE + HARD_GUARD_SIZE);
+    fc->alien_stack_start = (lispobj*)(middle + MIDDLE_GUARD_SIZE - SIDE_ZONE_SIZE);
     fc->mounted_as = (lispobj)fc;
     fc->state_cell = &a->state[i];
     fc->index = (a - arenas) * SLOTS_PER_ARENA + i;
@@ -290,14 +312,13 @@ struct fiber_context* fiber_stack_allocate(uword_t control_size)
     return fc;
 }
 
-static void rearm(struct fiber_context* fc);
+static void close_all_zones(struct fiber_context* fc);
 
 /* Give back the pages of a stack but the one that holds its context. */
 static void release_pages(struct fiber_arena* a, struct fiber_context* fc)
 {
-    char* own_page = (char*)((uword_t)fc & -HARD_GUARD_SIZE);
-    char* above = own_page + HARD_GUARD_SIZE;
-    madvise(control_base(fc), own_page - control_base(fc), MADV_DONTNEED);
+    char* above = context_page(fc) + HARD_GUARD_SIZE;
+    madvise(control_base(fc), context_page(fc) - control_base(fc), MADV_DONTNEED);
     madvise(above, binding_zone(fc) - above, MADV_DONTNEED);
     char* alien = alien_zone(fc) + SIDE_ZONE_SIZE;
     madvise(alien, slot_end(a, fc) - (uword_t)alien, MADV_DONTNEED);
@@ -308,7 +329,7 @@ void fiber_stack_free(struct fiber_context* fc)
 {
     struct fiber_arena* a = arena_of(fc);
     *fc->state_cell = FIBER_STACK_FREE;
-    rearm(fc);
+    close_all_zones(fc);
     pthread_mutex_lock(&arenas_lock);
     bool surplus = n_free_stacks >= fiber_stack_high_water;
     fc->next_free = a->class->free;
@@ -435,8 +456,8 @@ void fiber_scrub_limits(struct thread* th, os_vm_address_t* guard,
     if (!fc) return;
     *size = HARD_GUARD_SIZE;
     *hard_guard = low_hard_guard(fc);
-    *guard = (fc->guards & CONTROL_ZONE_OPEN)
-        ? *hard_guard : control_base(fc) - HARD_GUARD_SIZE;
+    *guard = fc->guards & CRITICAL_ZONE_OPEN ? *hard_guard
+        : (fc->guards & CONTROL_ZONE_OPEN ? control_zone(fc) : control_base(fc)) - HARD_GUARD_SIZE;
 }
 
 /*
@@ -446,29 +467,86 @@ void fiber_scrub_limits(struct thread* th, os_vm_address_t* guard,
 
 static uword_t context_sp(os_context_t* context) { return *os_context_register_addr(context, reg_SP); }
 
-/* Raise the guards again. All that was in the zones is dead. */
-static void rearm(struct fiber_context* fc)
+/* The zones, and how to tell that nothing of a mounted stack is in one. */
+
+struct zone { int open; char* (*where)(struct fiber_context*); uword_t size; };
+
+static const struct zone zones[] = {
+    { CONTROL_ZONE_OPEN, control_zone, CONTROL_ZONE_SIZE },
+    { CRITICAL_ZONE_OPEN, critical_zone, CRITICAL_ZONE_SIZE },
+    { BINDING_ZONE_OPEN, binding_zone, SIDE_ZONE_SIZE },
+    { BINDING_CRITICAL_OPEN, binding_critical, 0 },
+    { ALIEN_ZONE_OPEN, alien_zone, SIDE_ZONE_SIZE },
+    { ALIEN_CRITICAL_OPEN, alien_critical, 0 },
+};
+#define ZONE_OPEN (CONTROL_ZONE_OPEN | CRITICAL_ZONE_OPEN | BINDING_ZONE_OPEN \
+                   | BINDING_CRITICAL_OPEN | ALIEN_ZONE_OPEN | ALIEN_CRITICAL_OPEN)
+
+static uword_t zone_size(const struct zone* z) { return z->size ? z->size : HARD_GUARD_SIZE; }
+
+static void open_zone(struct fiber_context* fc, const struct zone* z)
 {
-    uword_t guards = fc->guards;
-    if (!guards) return;
-    fc->guards = 0;
-    if (guards & RETURN_GUARD_UP)
-        mprotect(return_guard(fc), HARD_GUARD_SIZE, PROT_READ|PROT_WRITE);
-    if (guards & CONTROL_ZONE_OPEN) raise_guard(control_zone(fc), CONTROL_ZONE_SIZE);
-    if (guards & BINDING_ZONE_OPEN) raise_guard(binding_zone(fc), SIDE_ZONE_SIZE);
-    if (guards & ALIEN_ZONE_OPEN) raise_guard(alien_zone(fc), SIDE_ZONE_SIZE);
+    if (lower_guard(z->where(fc), zone_size(z)))
+        lose("cannot open the reserve of a fiber's stack: %s", strerror(errno));
+    fc->guards |= z->open;
 }
 
-/* Called by a fiber before it parks, if its guards are down: a return guard may not
- * have been possible (no mapping left), and side zones have none. */
+/* The pages of a zone are lost when it is closed: nothing in it may be alive. */
+static void close_zones(struct fiber_context* fc, int which)
+{
+    for (unsigned i = 0; i < sizeof zones / sizeof *zones; ++i)
+        if (fc->guards & which & zones[i].open) {
+            raise_guard(zones[i].where(fc), zone_size(&zones[i]));
+            fc->guards &= ~zones[i].open;
+        }
+    if (!(fc->guards & CONTROL_ZONE_OPEN)) fc->guards &= ~OPENED_SILENTLY;
+}
+
+static int zones_left_by(struct thread* th, struct fiber_context* fc, char* sp)
+{
+    return (sp >= control_base(fc) ? CONTROL_ZONE_OPEN | CRITICAL_ZONE_OPEN : 0)
+        | ((char*)th->binding_stack_pointer < binding_zone(fc)
+           ? BINDING_ZONE_OPEN | BINDING_CRITICAL_OPEN : 0)
+        | ((char*)th->alien_stack_pointer >= alien_zone(fc) + SIDE_ZONE_SIZE
+           ? ALIEN_ZONE_OPEN | ALIEN_CRITICAL_OPEN : 0);
+}
+
+static void drop_return_guard(struct fiber_context* fc)
+{
+    if (!fc->return_guard) return;
+    mprotect((char*)fc->return_guard, HARD_GUARD_SIZE, PROT_READ|PROT_WRITE);
+    fc->return_guard = 0;
+}
+
+/* Make the first page that lies wholly above SP, and outside of the zones, the return guard. */
+static void place_return_guard(struct fiber_context* fc, char* sp)
+{
+    drop_return_guard(fc);
+    char* page = sp < control_base(fc) ? control_base(fc)
+        : (char*)ALIGN_UP((uword_t)sp, HARD_GUARD_SIZE);
+    if (page >= context_page(fc)) return;
+    if (!mprotect(page, HARD_GUARD_SIZE, PROT_READ)) fc->return_guard = (lispobj)page;
+}
+
+static void close_all_zones(struct fiber_context* fc)
+{
+    drop_return_guard(fc);
+    close_zones(fc, ZONE_OPEN);
+    fc->guards = 0;
+}
+
+/* SP is where the fiber has returned to: close what it has left, wait for the rest. */
+static void settle_zones(struct thread* th, struct fiber_context* fc, char* sp)
+{
+    close_zones(fc, zones_left_by(th, fc, sp));
+    if (fc->guards & ZONE_OPEN) place_return_guard(fc, sp); else drop_return_guard(fc);
+}
+
+/* Called by a fiber before it parks, if some zone is open. */
 void fiber_rearm_guards()
 {
-    struct fiber_context* fc = get_sb_vm_thread()->fiber_context;
-    char here;
-    if (!fc || &here < control_base(fc) + HARD_GUARD_SIZE) return;
-    if ((char*)get_sb_vm_thread()->binding_stack_pointer >= binding_zone(fc)) return;
-    if ((char*)get_sb_vm_thread()->alien_stack_pointer < alien_zone(fc) + SIDE_ZONE_SIZE) return;
-    rearm(fc);
+    struct thread* th = get_sb_vm_thread();
+    if (th->fiber_context) settle_zones(th, th->fiber_context, (char*)__builtin_frame_address(0));
 }
 
 extern void unblock_signals_in_context_and_maybe_warn(os_context_t*);
@@ -479,61 +557,97 @@ static void signal_exhaustion(os_context_t* context, lispobj function)
     arrange_return_to_lisp_function(context, function);
 }
 
-/* Open the control zone. The return guard, just above it, tells when the stack has
- * been unwound; a fiber can do without. */
-static void open_control_zone(struct fiber_context* fc)
+/* Where nothing may be signalled: the collector, an allocation, and Lisp code that holds the
+ * collector off, SUB-GC above all, whose unwinding would leave a collection pending. */
+static bool in_critical_section(struct thread* th)
 {
-    if (lower_guard(control_zone(fc), CONTROL_ZONE_SIZE))
-        lose("cannot open the reserve of a fiber's stack: %s", strerror(errno));
-    fc->guards |= CONTROL_ZONE_OPEN;
-    if (!mprotect(return_guard(fc), HARD_GUARD_SIZE, PROT_READ))
-        fc->guards |= RETURN_GUARD_UP;
+    return gc_active_p || arch_pseudo_atomic_atomic(th) || read_TLS(GC_INHIBIT, th) != NIL;
+}
+
+/* Signal it at the end of the pseudo-atomic section, or if that is part of a greater
+ * critical section not at all. */
+static void postpone(struct thread* th, struct fiber_context* fc, os_context_t* context,
+                     int pending)
+{
+    if (gc_active_p || read_TLS(GC_INHIBIT, th) != NIL) {
+        fc->guards |= OPENED_SILENTLY;
+        return;
+    }
+    fc->guards |= pending;
+    arch_set_pseudo_atomic_interrupted(th);
+    // A handler that ran between the end of the section and its trap would begin another
+    // section and so wipe out that this one was interrupted.
+    maybe_save_gc_mask_and_block_deferrables(context);
 }
 
 static void control_stack_overflow(struct thread* th, struct fiber_context* fc,
                                    os_context_t* context)
 {
-    open_control_zone(fc);
-    if (gc_active_p) return;      // the collector needs less than the zone
-    if (arch_pseudo_atomic_atomic(th)) {
-        fc->guards |= OVERFLOW_PENDING;
-        arch_set_pseudo_atomic_interrupted(th);
-        return;
-    }
-    signal_exhaustion(context, StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR));
+    open_zone(fc, &zones[0]);
+    place_return_guard(fc, (char*)context_sp(context));
+    if (in_critical_section(th)) postpone(th, fc, context, OVERFLOW_PENDING);
+    else signal_exhaustion(context, StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR));
 }
 
-static void return_guard_hit(struct fiber_context* fc, os_context_t* context)
+/* There is no stack to run cleanups on: cut the fiber back to its base, where Lisp ends it.
+ * The frames that are overwritten by doing so are among those given up. Zones stay open
+ * until the stack is free, since bindings are still to be undone. */
+static void end_fiber(struct thread* th, struct fiber_context* fc, os_context_t* context)
 {
-    mprotect(return_guard(fc), HARD_GUARD_SIZE, PROT_READ|PROT_WRITE);
-    fc->guards &= ~RETURN_GUARD_UP;
-    // A frame in the zone that writes to an object above it has not returned.
-    if (context_sp(context) >= (uword_t)control_base(fc)) rearm(fc);
-}
-
-/* The reserve is used up as well. There is no stack to run cleanups on: cut the fiber
- * back to its base, where Lisp ends it. The frames that are overwritten by doing so
- * are among those given up. */
-static void end_fiber_at_hard_guard(struct thread* th, struct fiber_context* fc,
-                                    os_context_t* context)
-{
-    if (gc_active_p || arch_pseudo_atomic_atomic(th) || !fc->base_catch_block)
-        lose("control stack of a fiber exhausted in a critical section");
+    if (in_critical_section(th) || !fc->base_catch_block)
+        lose("stack of a fiber exhausted in a critical section");
     *os_context_register_addr(context, reg_SP) =
         (os_context_register_t)(control_base(fc) + 32*KIB);
-    rearm(fc);
+    drop_return_guard(fc);
+    fc->guards &= ZONE_OPEN;
     th->current_catch_block = fc->base_catch_block;
     th->current_unwind_protect_block = 0;
     signal_exhaustion(context, StaticSymbolFunction(FIBER_STACK_LOST));
 }
 
-static void side_stack_overflow(struct fiber_context* fc, os_context_t* context,
-                                char* zone, int bit, lispobj function)
+/* The reserve is used up as well, by the handlers of the exhaustion as a rule. */
+static void control_zone_overflow(struct thread* th, struct fiber_context* fc,
+                                  os_context_t* context)
 {
-    if (lower_guard(zone, SIDE_ZONE_SIZE))
-        lose("cannot open the reserve of a fiber's stack: %s", strerror(errno));
-    fc->guards |= bit;
+    bool silent = fc->guards & OPENED_SILENTLY, critical = in_critical_section(th);
+    if (!silent && !critical) { end_fiber(th, fc, context); return; }
+    open_zone(fc, &zones[1]);
+    if (critical) { postpone(th, fc, context, silent ? OVERFLOW_PENDING : LOSS_PENDING); return; }
+    fc->guards &= ~OPENED_SILENTLY;
+    signal_exhaustion(context, StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR));
+}
+
+static void side_stack_overflow(struct fiber_context* fc, os_context_t* context,
+                                const struct zone* z, lispobj function)
+{
+    open_zone(fc, z);
+    place_return_guard(fc, (char*)context_sp(context));
     signal_exhaustion(context, function);
+}
+
+static void side_zone_overflow(struct thread* th, struct fiber_context* fc,
+                               os_context_t* context, const struct zone* z)
+{
+    open_zone(fc, z);
+    end_fiber(th, fc, context);
+}
+
+/* A frame below the guard that writes to an object above has not returned. */
+static void return_guard_hit(struct thread* th, struct fiber_context* fc, os_context_t* context)
+{
+    char *sp = (char*)context_sp(context), *above = (char*)fc->return_guard + HARD_GUARD_SIZE;
+    if (sp >= (char*)fc->return_guard) settle_zones(th, fc, sp);
+    else place_return_guard(fc, above);
+}
+
+/* If the signal was SIGTRAP: the program counter is behind the breakpoint already, where
+ * no code is. Other traps leave it where it was. */
+static void restart_breakpoint(os_context_t* context)
+{
+    enum { TRAP_BREAKPOINT = 3, INT3 = 0xCC };
+    unsigned char* pc = (unsigned char*)os_context_pc(context);
+    if (context->uc_mcontext.gregs[REG_TRAPNO] == TRAP_BREAKPOINT && pc[-1] == INT3)
+        set_os_context_pc(context, (uword_t)(pc - 1));
 }
 
 /* A signal came when the stack had no room for its frame above a guard. The kernel has dropped
@@ -545,14 +659,19 @@ bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
     struct thread* th = get_sb_vm_thread();
     struct fiber_context* fc = th ? th->fiber_context : 0;
     if (!fc || info->si_code != SI_KERNEL) return 0;
-    uword_t sp = context_sp(context), base = (uword_t)control_base(fc);
-    if (fc->guards & RETURN_GUARD_UP) {
-        mprotect(return_guard(fc), HARD_GUARD_SIZE, PROT_READ|PROT_WRITE);
-        fc->guards &= ~RETURN_GUARD_UP; // the next park raises the guards
-    } else if (!(fc->guards & CONTROL_ZONE_OPEN) && sp >= base && sp < base + 32*KIB) {
-        if (lower_guard(control_zone(fc), CONTROL_ZONE_SIZE)) return 0;
-        fc->guards |= CONTROL_ZONE_OPEN;
+    char* sp = (char*)context_sp(context);
+    if (fc->return_guard && sp >= (char*)fc->return_guard) {
+        settle_zones(th, fc, sp);
+    } else if (!(fc->guards & CONTROL_ZONE_OPEN)
+               && sp >= control_base(fc) && sp < control_base(fc) + 32*KIB) {
+        open_zone(fc, &zones[0]);
+        fc->guards |= OPENED_SILENTLY;
+        place_return_guard(fc, sp);
+    } else if ((fc->guards & CONTROL_ZONE_OPEN) && !(fc->guards & CRITICAL_ZONE_OPEN)
+               && sp >= control_zone(fc)) {
+        open_zone(fc, &zones[1]);
     } else return 0;
+    restart_breakpoint(context);
     if (th->stop_signal_sent) pthread_kill(pthread_self(), SIG_STOP_FOR_GC);
     static const int lost[] = { SIGURG, SIGALRM, SIGCHLD };
     for (int i = 0; i < 3; ++i) pthread_kill(pthread_self(), lost[i]);
@@ -564,24 +683,29 @@ bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
 bool fiber_handle_fault(struct thread* th, os_context_t* context, os_vm_address_t addr)
 {
     struct fiber_context* fc = th->fiber_context;
-    if (within(addr, control_zone(fc), CONTROL_ZONE_SIZE) && !(fc->guards & CONTROL_ZONE_OPEN))
-        control_stack_overflow(th, fc, context);
-    else if (within(addr, return_guard(fc), HARD_GUARD_SIZE) && (fc->guards & RETURN_GUARD_UP))
-        return_guard_hit(fc, context);
-    else if (within(addr, low_hard_guard(fc), HARD_GUARD_SIZE))
-        end_fiber_at_hard_guard(th, fc, context);
-    else if (within(addr, binding_zone(fc), SIDE_ZONE_SIZE) && !(fc->guards & BINDING_ZONE_OPEN))
-        side_stack_overflow(fc, context, binding_zone(fc), BINDING_ZONE_OPEN,
-                            StaticSymbolFunction(BINDING_STACK_EXHAUSTED_ERROR));
-    else if (within(addr, alien_zone(fc), SIDE_ZONE_SIZE) && !(fc->guards & ALIEN_ZONE_OPEN))
-        side_stack_overflow(fc, context, alien_zone(fc), ALIEN_ZONE_OPEN,
-                            StaticSymbolFunction(ALIEN_STACK_EXHAUSTED_ERROR));
-    else if (within(addr, middle_hard_guard(fc), HARD_GUARD_SIZE))
-        end_fiber_at_hard_guard(th, fc, context);
+    const struct zone* z = 0;
+    for (unsigned i = 0; i < sizeof zones / sizeof *zones; ++i)
+        if (within(addr, zones[i].where(fc), zone_size(&zones[i]))
+            && !(fc->guards & zones[i].open)) z = &zones[i];
+    if (fc->return_guard && within(addr, (char*)fc->return_guard, HARD_GUARD_SIZE))
+        return_guard_hit(th, fc, context);
     else if (within(addr, (char*)undefined_alien_address, os_vm_page_size))
         arrange_return_to_lisp_function
             (context, StaticSymbolFunction(UNDEFINED_ALIEN_VARIABLE_ERROR));
-    else return 0;
+    else if (!z && within(addr, low_hard_guard(fc), HARD_GUARD_SIZE))
+        end_fiber(th, fc, context);
+    else if (!z) return 0;
+    else switch (z->open) {
+        case CONTROL_ZONE_OPEN: control_stack_overflow(th, fc, context); break;
+        case CRITICAL_ZONE_OPEN: control_zone_overflow(th, fc, context); break;
+        case BINDING_ZONE_OPEN:
+            side_stack_overflow(fc, context, z, StaticSymbolFunction(BINDING_STACK_EXHAUSTED_ERROR));
+            break;
+        case ALIEN_ZONE_OPEN:
+            side_stack_overflow(fc, context, z, StaticSymbolFunction(ALIEN_STACK_EXHAUSTED_ERROR));
+            break;
+        default: side_zone_overflow(th, fc, context, z);
+    }
     return 1;
 }
 
@@ -608,6 +732,12 @@ void fiber_restore_signal_mask()
     thread_sigmask(SIG_SETMASK, &mask, 0);
 }
 
+bool fiber_overflow_pending(struct thread* th)
+{
+    struct fiber_context* fc = th->fiber_context;
+    return fc && (fc->guards & (OVERFLOW_PENDING | LOSS_PENDING));
+}
+
 /* The last thing that a trap for pending interrupts does. See the head of
  * assembly/x86-64/fiber.lisp for the first case; the second is an overflow of which the
  * fiber could not be told inside pseudo-atomic. */
@@ -619,9 +749,16 @@ void fiber_settle_pending(struct thread* th, os_context_t* context)
         clear_pseudo_atomic_interrupted(th);
     }
     struct fiber_context* fc = th->fiber_context;
-    if (fc && (fc->guards & OVERFLOW_PENDING)) {
+    if (fc && (fc->guards & LOSS_PENDING)) {
+        clear_pseudo_atomic_interrupted(th);
+        end_fiber(th, fc, context);
+    } else if (fc && (fc->guards & OVERFLOW_PENDING)) {
         fc->guards &= ~OVERFLOW_PENDING;
         clear_pseudo_atomic_interrupted(th);
+        if (!(fc->guards & CONTROL_ZONE_OPEN)) { // for the handler
+            open_zone(fc, &zones[0]);
+            place_return_guard(fc, (char*)context_sp(context));
+        }
         signal_exhaustion(context, StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR));
     }
 }

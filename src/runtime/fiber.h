@@ -36,6 +36,7 @@ extern int fiber_verify_binding_stacks(int (*verify)(lispobj, lispobj*, void*), 
 extern void fiber_exclude_own_stack(struct thread*, lispobj* from, lispobj* to);
 
 /* signals and faults */
+extern bool fiber_overflow_pending(struct thread*);
 extern void fiber_settle_pending(struct thread*, os_context_t*);
 extern bool fiber_handle_failed_delivery(siginfo_t*, os_context_t*);
 extern bool fiber_handle_fault(struct thread*, os_context_t*, os_vm_address_t);

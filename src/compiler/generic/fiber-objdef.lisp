@@ -43,8 +43,9 @@
   ;; one byte in the arena's dense array, which is all that the collector reads
   ;; of a stack that is free
   (state-cell :c-type "unsigned char *" :pointer t)
-  ;; which guards are down, see runtime/fiber.c
+  ;; which guards are down, and where the return guard is, see runtime/fiber.c
   (guards)
+  (return-guard)
   ;; The signal contexts that are live on this stack (a handler for a trap that
   ;; parks, say). While the stack is mounted they are the OS thread's.
   (signal-context-count)
