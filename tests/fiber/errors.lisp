@@ -526,9 +526,9 @@
                                 (handler-case (spawn (group) (sleep 3600))
                                   (error () nil))))
                (loop repeat 20 do (sb-thread:thread-yield))
-               (unless (finish-fibers group :abort t :timeout 10)
+               (unless (finish-fibers group :abort t :timeout 5)
                  (fail "~D fibers were not ended: ~S" (length (list-all-fibers)) (describe-fibers))
-                 (finish-fibers group :abort t :timeout 10)
+                 (finish-fibers group :abort t :timeout 5)
                  (return))))
     (pass)))
 
