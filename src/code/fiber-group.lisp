@@ -201,7 +201,6 @@ that runs no fiber this is PROGN."
 (defun end-fiber (fiber)
   (let ((group (truly-the fiber-group (fiber-group fiber))))
     (declare-dead fiber)
-    (retire-index fiber)
     (leave-group group)
     (leave :end)
     (bug "A fiber was resumed after its end.")))
@@ -213,6 +212,8 @@ that runs no fiber this is PROGN."
         (sb-thread::thread-waiting-for fiber) nil)
   (loop (let ((phase (fiber-phase fiber)))
           (when (phase-becomes-p fiber phase +dead+) (return))))
+  ;; Who has joined it must not find it among the living.
+  (unless (= (fiber-context fiber) 0) (retire-index fiber))
   (setf (fiber-ended fiber) 1)
   (with-pinned-objects (fiber)
     (wake-on-word (fiber-ended-address fiber) (ash 1 29))))
@@ -292,7 +293,7 @@ GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is
   (handler-bind ((storage-condition (lambda (condition)
                                       (declare (ignore condition))
                                       (undo-enter-group group fiber))))
-    (when (eq (fiber-group-state group) :stopped)
+    (unless (eq (fiber-group-state group) :running)
       (undo-enter-group group fiber)
       (misuse fiber "~@<~S cannot run in ~S, which is finished; START-FIBERS starts another ~
                      group.~:@>" fiber group))
@@ -357,8 +358,16 @@ INTERRUPT-THREAD-ERROR if FIBER has ended."
 
 ;;;; carriers
 
-(defun make-scheduler (group)
-  (%make-scheduler group (make-poller)))
+(defun make-schedulers (group n)
+  "A vector of N schedulers for GROUP; none is left over if there are not enough descriptors."
+  (let ((schedulers '()) (done nil))
+    (unwind-protect
+         (loop repeat n
+               do (push (%make-scheduler group (make-poller)) schedulers)
+               finally (setf done t))
+      (unless done
+        (dolist (scheduler schedulers) (free-poller (scheduler-poller scheduler)))))
+    (coerce schedulers 'simple-vector)))
 
 (defun begin-carrier (carrier)
   (let ((context (alien-funcall (extern-alien "fiber_carrier_begin" (function unsigned)))))
@@ -422,9 +431,16 @@ registered; there is :ONE-SHOT. NAME is for printing."
              :format-arguments (list poller)))
     (let ((group (make-running-group n name)))
       (if fibers
-          (dolist (fiber fibers) (submit-fiber group fiber))
+          (submit-all group fibers)
           (cas *default-group* nil group))
       group)))
+
+(defun submit-all (group fibers)
+  "Submit FIBERS to GROUP, or abort it."
+  (let ((done nil))
+    (unwind-protect (progn (dolist (fiber fibers) (submit-fiber group fiber))
+                           (setf done t))
+      (unless done (finish-fibers group :abort t)))))
 
 (defun carrier-count-argument (count)
   (cond ((null count)
@@ -438,8 +454,7 @@ registered; there is :ONE-SHOT. NAME is for printing."
 
 (defun make-running-group (n name)
   (let ((group (%make-fiber-group (and name (string name)))))
-    (setf (fiber-group-schedulers group)
-          (coerce (loop repeat n collect (make-scheduler group)) 'simple-vector))
+    (setf (fiber-group-schedulers group) (make-schedulers group n))
     (loop for scheduler across (fiber-group-schedulers group)
           do (start-carrier group scheduler))
     (setf (fiber-group-manager group)
@@ -452,16 +467,18 @@ registered; there is :ONE-SHOT. NAME is for printing."
   "True if no fiber of GROUP is alive."
   (= (fiber-group-alive group) 0))
 
-(defun wait-until-done (group timeout)
-  (let ((deadline (and timeout (seconds-from-now timeout))))
-    (loop
-      (let ((alive (fiber-group-alive group)))
-        (when (= alive 0) (return t))
-        (unless (wait-while-equal group (fiber-group-alive-address group)
-                                  (ldb (byte 32 0) alive)
-                                  (and deadline
-                                       (/ (max 0 (- deadline (fiber-now))) 1000000000)))
-          (return nil))))))
+(defun wait-until-done (group deadline)
+  "Wait until no fiber of GROUP is alive. Return false if DEADLINE comes before."
+  (loop
+    (let ((alive (fiber-group-alive group)))
+      (when (= alive 0) (return t))
+      (unless (wait-while-equal group (fiber-group-alive-address group)
+                                (ldb (byte 32 0) alive)
+                                (and deadline (seconds-until deadline)))
+        (return nil)))))
+
+(defun seconds-until (deadline)
+  (/ (max 0 (- deadline (fiber-now))) 1000000000))
 
 (declaim (ftype (sfunction (t &key (:timeout (or null (real 0))) (:abort t)) boolean) finish-fibers))
 (defun finish-fibers (group &key timeout abort)
@@ -472,20 +489,29 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
     (when (let ((fiber (current-fiber))) (and fiber (eq (fiber-group fiber) group)))
       (misuse *current-thread* "~@<~S cannot wait for the end of ~S, to which it belongs.~:@>"
               *current-thread* group))
-    (when abort (abort-fibers group))
-    (when (wait-until-done group timeout)
-      (stop-group group)
-      t)))
+    (let ((deadline (and timeout (seconds-from-now timeout))))
+      (when (if abort (abort-until-done group deadline) (wait-until-done group deadline))
+        (stop-group group)
+        t))))
 
-(defun abort-fibers (group)
-  (dolist (fiber (list-all-fibers))
-    (when (eq (fiber-group fiber) group)
-      (%interrupt-fiber fiber #'sb-thread:abort-thread))))
+;;; Who was about to submit a fiber when the state changed may do so after the fibers have
+;;; been listed: they are listed again. None is aborted twice, as it may be in a cleanup form.
+(defun abort-until-done (group deadline)
+  (cas (fiber-group-state group) :running :aborting)
+  (let ((aborted (make-hash-table :test 'eq)))
+    (loop
+      (dolist (fiber (list-all-fibers))
+        (when (and (eq (fiber-group fiber) group) (not (gethash fiber aborted)))
+          (setf (gethash fiber aborted) t)
+          (%interrupt-fiber fiber #'sb-thread:abort-thread)))
+      (let ((soon (seconds-from-now 1/20)))
+        (cond ((wait-until-done group (if deadline (min soon deadline) soon)) (return t))
+              ((deadline-passed-p deadline) (return nil)))))))
 
 (defun stop-group (group)
   "End the carriers of GROUP, of which no fiber is alive."
   (cas *default-group* group nil)
-  (when (eq (cas (fiber-group-state group) :running :stopped) :running)
+  (when (stop-state group)
     (ring-manager group)
     (sb-thread:join-thread (fiber-group-manager group) :default nil)
     (loop for scheduler across (fiber-group-schedulers group)
@@ -497,6 +523,11 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
     (loop for scheduler across (fiber-group-schedulers group)
           do (free-poller (scheduler-poller scheduler)))
     (forget-group group)))
+
+(defun stop-state (group)
+  "Let the state of GROUP be :STOPPED. Return false if somebody else has done it."
+  (or (eq (cas (fiber-group-state group) :running :stopped) :running)
+      (eq (cas (fiber-group-state group) :aborting :stopped) :aborting)))
 
 (defun forget-group (group)
   (loop (let ((old *groups*))
@@ -518,9 +549,8 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
 Returns a list of what FIBER-JOIN returns for each as first value. Signals what it signals."
   (let* ((fibers (if (listp fibers) fibers (list fibers)))
          (group (make-running-group (carrier-count-argument carrier-count) nil)))
-    (unwind-protect
-         (progn (dolist (fiber fibers) (submit-fiber group fiber))
-                (mapcar #'fiber-join-first fibers))
+    (submit-all group fibers)
+    (unwind-protect (mapcar #'fiber-join-first fibers)
       (finish-fibers group))))
 
 (defun fiber-join-first (fiber)
@@ -568,7 +598,7 @@ as SB-EXT:WAIT-FOR does it: where somebody can tell, use FIBER-UNPARK or a condi
         (cond (value (return value))
               ((deadline-passed-p deadline) (return nil))))
       (sleep (if deadline
-                 (min pause (/ (max 0 (- deadline (fiber-now))) 1000000000))
+                 (min pause (seconds-until deadline))
                  pause))
       (setf pause (min 1/10 (* 2 pause))))))
 

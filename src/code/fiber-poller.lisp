@@ -79,6 +79,11 @@ descriptor left."
         (error "The kernel makes no poller: ~A" (strerror errno))))
     (let* ((poller (%make-poller index epoll))
            (wakeup (%poller-add-wakeup epoll wakeup-data)))
+      (when (minusp wakeup)
+        (let ((errno (get-errno)))
+          (setf (svref *pollers* index) nil)
+          (sb-unix:unix-close epoll)
+          (error "The kernel makes no wake-up for a poller: ~A" (strerror errno))))
       (setf (poller-wakeup poller) wakeup
             (poller-events poller) (sb-alien::%make-alien (* events-per-wait 16))
             (svref *pollers* index) poller)
@@ -90,6 +95,8 @@ descriptor left."
     (when (null (cas (svref *pollers* i) nil t)) (return i))))
 
 (defun free-poller (poller)
+  ;; T keeps the number until nothing refers to it; CLOSE must not use the descriptors.
+  (setf (svref *pollers* (poller-index poller)) t)
   (sb-unix:unix-close (poller-wakeup poller))
   (sb-unix:unix-close (poller-epoll poller))
   (forget-poller-in-cells (poller-index poller))
@@ -195,8 +202,8 @@ FIBER does not wait."
             (setf (fd-cell-known-to cell) (logior (fd-cell-known-to cell) (truly-the (unsigned-byte 62) (ash 1 index))))
             (%poller-arm epoll (fd-cell-fd cell) (wanted-directions cell index)
                          (fd-cell-data cell)))))
-    (unless (= errno 0) (remove-waiter cell fiber direction))
-    errno))
+    ;; If the fiber is out of the chain already, who took it out gives the result.
+    (if (or (= errno 0) (remove-waiter cell fiber direction)) errno 0)))
 
 (defmacro unchain-waiter (place fiber)
   `(let ((this ,place) (previous nil))
@@ -242,10 +249,10 @@ and the one that waited for output, each or NIL."
     (when cell
       (with-tiny-lock ((fd-cell-lock cell))
         (when (= data (fd-cell-data cell))
-          (when (and (logtest directions +input+) (= (fd-cell-input-poller cell) index))
-            (setf reader (take-waiter (fd-cell-input cell))))
-          (when (and (logtest directions +output+) (= (fd-cell-output-poller cell) index))
-            (setf writer (take-waiter (fd-cell-output cell))))
+          ;; Whichever poller it comes from: the one on record may be gone, having been
+          ;; another waiter's, and a waiter who is woken for nothing waits again.
+          (when (logtest directions +input+) (setf reader (take-waiter (fd-cell-input cell))))
+          (when (logtest directions +output+) (setf writer (take-waiter (fd-cell-output cell))))
           (let ((wanted (wanted-directions cell index)))
             (unless (= wanted 0)
               (%poller-arm epoll (fd-cell-fd cell) wanted data))))

@@ -95,8 +95,9 @@ LIST-ALL-THREADS, some may have ended before the list is returned."
 (defun find-mutex-owner (word)
   "The fiber whose mutex id is WORD, or :THREAD-DEAD."
   (declare (type word word))
-  (let ((fiber (fiber-at (ldb (byte 24 2) word))))
-    (if (and fiber (= word (context-word (context-of fiber) mutex-owner-id)))
+  (let* ((fiber (fiber-at (ldb (byte 24 2) word)))
+         (context (if fiber (fiber-context fiber) 0))) ; 0 if it ends just now
+    (if (and (/= context 0) (= word (context-word (int-sap context) mutex-owner-id)))
         fiber
         :thread-dead)))
 

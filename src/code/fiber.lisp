@@ -45,7 +45,8 @@
 ;;;;   active   -> dead      the fiber, at its end
 ;;;;   new      -> dead      who terminates it
 ;;;;
-;;;; The *permit* is a bit beside the phase. UNPARK sets it unless the fiber is parked; PARK
+;;;; The *permit* is a bit beside the phase. UNPARK sets it unless the fiber is parked, or has
+;;;; not begun; PARK
 ;;;; consumes it instead of parking. So an unpark that comes before the park is not lost. ACTIVE
 ;;;; covers runnable and mounted, which differ in the slot CARRIER only: a yield changes
 ;;;; no phase.
@@ -152,7 +153,7 @@
   ;; What the manager sleeps on, who sees to it that there is a spare.
   (manager-alarm 0 :type word)
   (manager nil)
-  ;; :RUNNING, or :STOPPED when carriers are to end
+  ;; :RUNNING; :ABORTING when no more fibers are wanted; :STOPPED when carriers are to end
   (state :running :type symbol))
 (declaim (freeze-type fiber-group))
 
@@ -284,7 +285,7 @@
                (when (phase-becomes-p fiber +parked+ +active+)
                  (make-runnable fiber)
                  (return)))
-              ((= phase +dead+) (return))
+              ((or (= phase +dead+) (= phase +new+)) (return))
               ;; Also if the permit is there already: this is the full barrier between what
               ;; the caller has written for the fiber and its next look at it.
               ((phase-becomes-p fiber phase (logior phase +permit+)) (return))))))
@@ -373,13 +374,19 @@ what the fiber waits for, for those who look at it from outside. With interrupts
   (let ((fiber (truly-the fiber *current-thread*)))
     (setf (fiber-wait-reason fiber) reason)
     (prepare-zone fiber)
-    (when deadline
-      (heap-insert (scheduler-deadlines (nearest-scheduler fiber)) fiber deadline))
+    (when deadline (enter-deadline fiber deadline))
     (if (phase-becomes-p fiber +active+ +parking+)
         (leave :park)
         (take-permit fiber))
     (when deadline (heap-remove fiber))
     (setf (fiber-wait-reason fiber) nil)))
+
+(defun enter-deadline (fiber deadline)
+  (let ((scheduler (nearest-scheduler fiber)))
+    (heap-insert (scheduler-deadlines scheduler) fiber deadline)
+    ;; Who serves another one may be asleep until a later time.
+    (unless (eq scheduler (carrier-scheduler (truly-the carrier *carrier*)))
+      (wake-poller (scheduler-poller scheduler)))))
 
 (defun nearest-scheduler (fiber)
   "The scheduler in whose heap a deadline of FIBER goes: its carrier's, or any if that has none."
@@ -572,9 +579,13 @@ no fiber, yield the processor."
 
 (defun search-for-work (scheduler)
   "LOOK-AROUND, then steal. While one searches nobody needs to be woken."
-  (let ((group (truly-the fiber-group (scheduler-group scheduler))))
-    (or (look-around scheduler)
-        (progn
+  (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
+         (found (look-around scheduler)))
+    (cond (found
+           ;; Others may have looked while what is queued now was between two queues.
+           (when (> (run-queue-length (scheduler-queue scheduler)) 0) (call-for-help group))
+           found)
+          (t
           (atomic-incf (fiber-group-searching group))
           (let ((fiber (loop repeat 4
                              do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))

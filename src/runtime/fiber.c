@@ -39,23 +39,20 @@
  * A stack slot, from low to high addresses:
  *
  *     hard guard               one page, never accessible
- *     critical zone            64 KiB, a guard until a critical section overflows the next
- *     control zone             64 KiB, a guard until the control stack overflows
+ *     control reserve          128 KiB, guarded until the control stack overflows
  *     control stack            grows down
  *     struct fiber_context
  *     binding stack            grows up
- *     binding zone             16 KiB, a guard until the binding stack overflows
- *     critical page            a guard until the fiber is ended for that
+ *     binding reserve          32 KiB, guarded until the binding stack overflows
  *     hard guard               one page, never accessible
- *     critical page            as above, for the alien stack
- *     alien zone               16 KiB, a guard until the alien stack overflows
+ *     alien reserve            32 KiB, guarded until the alien stack overflows
  *     alien stack              grows down
  *
  * Control and binding stack meet around the context, in the one page that an idle fiber
- * has touched. A zone is both the guard in front of the hard guard and, once it has been
- * opened, the room in which the handlers of the exhaustion run. A fiber that uses up that
- * room too is ended, but not in the midst of an allocation or of a collection, which
- * go on in the critical zone.
+ * has touched. A reserve is opened in steps of 16 KiB, from the stack on. Who runs into it is
+ * told, and has half of it for handling that; who uses up that half too is ended. Inside of
+ * a critical section nothing can be told or ended: just as much is opened as it needs, and the
+ * fiber is told when it is found in the reserve next.
  *
  * What is true when nobody is inside:
  *  - arenas are only ever added; n_arenas is written last, so that the collector and
@@ -64,34 +61,41 @@
  *    store of the thread that prepared the stack, and changes between SUSPENDED and
  *    MOUNTED only in the switch, inside pseudo-atomic;
  *  - a slot is in the free list, or was handed out by fiber_stack_allocate();
- *  - a bit ..._OPEN in context->guards is set if and only if that zone is open.
+ *  - struct guards tells which steps are open; it is 0, as context->guards for Lisp, if and only
+ *    if nothing is open, told or pending;
+ *  - execution is diverted to Lisp only where Lisp could have been interrupted anyway, see
+ *    in_critical_section().
  *
- * A zone is closed again when its stack has been unwound. That is found out by the *return
- * guard*, a page of the control stack above the frame that overflowed, which is made
+ * A reserve is closed again when its stack has been unwound. That is found out by the *return
+ * guard*, some pages of the control stack above the frame that overflowed, which are made
  * read-only: whoever writes there next, having returned to or beyond it, faults. It lies on
  * the control stack whichever stack overflowed, since the collector writes to binding
- * stacks and never to control stacks. If there is none (no mapping is left), the next park
- * closes the zone.
+ * stacks and never to control stacks. If there is none (no mapping is left, or the frame is one
+ * of the first), the next park closes the reserve.
  */
 
 #define KIB 1024
 #define HARD_GUARD_SIZE ((uword_t)os_reported_page_size)
-#define CRITICAL_ZONE_SIZE (64*KIB) // a collection needs 26 KiB
-#define CONTROL_ZONE_SIZE (64*KIB)
-#define LOW_GUARD_SIZE (HARD_GUARD_SIZE + CRITICAL_ZONE_SIZE + CONTROL_ZONE_SIZE)
-#define SIDE_ZONE_SIZE (16*KIB)
+#define STEP_SIZE (16*KIB)
+#define CONTROL_RESERVE_SIZE (128*KIB) // the handler's half, and a collection, which needs 26 KiB
+#define SIDE_RESERVE_SIZE (32*KIB)
+#define LOW_GUARD_SIZE (HARD_GUARD_SIZE + CONTROL_RESERVE_SIZE)
+#define MIDDLE_GUARD_SIZE (2*SIDE_RESERVE_SIZE + HARD_GUARD_SIZE)
 #define FIBER_BINDING_STACK_SIZE (64*KIB)
 #define FIBER_ALIEN_STACK_SIZE (64*KIB)
-#define MIDDLE_GUARD_SIZE (2*SIDE_ZONE_SIZE + 3*HARD_GUARD_SIZE)
+// Frames up to this size cannot skip the return guard on the way down.
+#define RETURN_GUARD_SIZE (16*KIB)
+// What the kernel and the runtime need to handle a signal, the collector apart.
+#define SIGNAL_ROOM (32*KIB)
 
-enum {
-    CONTROL_ZONE_OPEN = 1, CRITICAL_ZONE_OPEN = 2,
-    BINDING_ZONE_OPEN = 4, BINDING_CRITICAL_OPEN = 8,
-    ALIEN_ZONE_OPEN = 16, ALIEN_CRITICAL_OPEN = 32,
-    // the control zone was opened and nobody has been told
-    OPENED_SILENTLY = 64,
-    // what is to be signalled when the pseudo-atomic section ends
-    OVERFLOW_PENDING = 128, LOSS_PENDING = 256,
+enum { CONTROL, BINDING, ALIEN, N_STACKS };
+
+/* What context->guards consists of. */
+struct guards {
+    uint8_t open[N_STACKS];       // steps of the reserve
+    uint8_t told : N_STACKS;      // whether the fiber knows, a bit for each stack
+    uint8_t pending : 1;          // tell it when the pseudo-atomic section ends
+    uint32_t told_at;             // where the control stack was, from its start
 };
 
 #define SLOTS_PER_ARENA 1024
@@ -110,7 +114,7 @@ struct fiber_arena {
 
 /* All stacks of one size. */
 struct stack_class {
-    uword_t control_size;         // usable bytes of control stack, zone excluded
+    uword_t control_size;         // usable bytes of control stack, reserve excluded
     struct fiber_context* free;
     struct fiber_arena* last;     // the only one that may have slots to carve
 };
@@ -131,7 +135,7 @@ static uword_t n_free_stacks;
  * Guards. MADV_GUARD_INSTALL (Linux 6.13) needs no mapping of its own; mprotect
  * needs two for each guard, of which a process has 65,530 by default.
  *
- * Installing a guard destroys what is in the pages, which is what a zone wants: by then
+ * Installing a guard destroys what is in the pages, which is right for a reserve: by then
  * all in it is dead. It would be wrong for the return guard, which lies over live frames.
  */
 #ifndef MADV_GUARD_INSTALL
@@ -166,14 +170,9 @@ static void choose_guard_method(char* page)
 
 /* Geometry. The context knows its bounds, all else follows from them. */
 
-static char* critical_zone(struct fiber_context* fc) { return (char*)fc->control_stack_start; }
-static char* control_zone(struct fiber_context* fc) { return critical_zone(fc) + CRITICAL_ZONE_SIZE; }
-static char* control_base(struct fiber_context* fc) { return control_zone(fc) + CONTROL_ZONE_SIZE; }
-static char* low_hard_guard(struct fiber_context* fc) { return critical_zone(fc) - HARD_GUARD_SIZE; }
-static char* alien_zone(struct fiber_context* fc) { return (char*)fc->alien_stack_start; }
-static char* alien_critical(struct fiber_context* fc) { return alien_zone(fc) - HARD_GUARD_SIZE; }
-static char* binding_critical(struct fiber_context* fc) { return alien_critical(fc) - 2*HARD_GUARD_SIZE; }
-static char* binding_zone(struct fiber_context* fc) { return binding_critical(fc) - SIDE_ZONE_SIZE; }
+static char* control_base(struct fiber_context* fc) { return (char*)fc->control_stack_start + CONTROL_RESERVE_SIZE; }
+static char* alien_base(struct fiber_context* fc) { return (char*)fc->alien_stack_start + SIDE_RESERVE_SIZE; }
+static char* binding_end(struct fiber_context* fc) { return alien_base(fc) - MIDDLE_GUARD_SIZE; }
 static char* context_page(struct fiber_context* fc) { return (char*)((uword_t)fc & -HARD_GUARD_SIZE); }
 
 static bool within(os_vm_address_t addr, char* start, uword_t size)
@@ -248,7 +247,7 @@ static int carve_slot(struct fiber_arena* a, uint32_t i)
     fc->control_stack_start = (lispobj*)(slot + HARD_GUARD_SIZE);
     fc->control_stack_end = (lispobj*)fc;
     fc->binding_stack_start = (lispobj*)ALIGN_UP((uword_t)(fc + 1), 16); // for MOVAPS
-    fc->alien_stack_start = (lispobj*)(middle + MIDDLE_GUARD_SIZE - SIDE_ZONE_SIZE);
+    fc->alien_stack_start = (lispobj*)(middle + MIDDLE_GUARD_SIZE - SIDE_RESERVE_SIZE);
     fc->mounted_as = (lispobj)fc;
     fc->state_cell = &a->state[i];
     fc->index = (a - arenas) * SLOTS_PER_ARENA + i;
@@ -312,15 +311,15 @@ struct fiber_context* fiber_stack_allocate(uword_t control_size)
     return fc;
 }
 
-static void close_all_zones(struct fiber_context* fc);
+static void close_all_reserves(struct fiber_context* fc);
 
 /* Give back the pages of a stack but the one that holds its context. */
 static void release_pages(struct fiber_arena* a, struct fiber_context* fc)
 {
     char* above = context_page(fc) + HARD_GUARD_SIZE;
     madvise(control_base(fc), context_page(fc) - control_base(fc), MADV_DONTNEED);
-    madvise(above, binding_zone(fc) - above, MADV_DONTNEED);
-    char* alien = alien_zone(fc) + SIDE_ZONE_SIZE;
+    madvise(above, binding_end(fc) - above, MADV_DONTNEED);
+    char* alien = alien_base(fc);
     madvise(alien, slot_end(a, fc) - (uword_t)alien, MADV_DONTNEED);
 }
 
@@ -329,7 +328,7 @@ void fiber_stack_free(struct fiber_context* fc)
 {
     struct fiber_arena* a = arena_of(fc);
     *fc->state_cell = FIBER_STACK_FREE;
-    close_all_zones(fc);
+    close_all_reserves(fc);
     pthread_mutex_lock(&arenas_lock);
     bool surplus = n_free_stacks >= fiber_stack_high_water;
     fc->next_free = a->class->free;
@@ -448,6 +447,117 @@ void fiber_exclude_own_stack(struct thread* th, lispobj* from, lispobj* to)
     *to = (lispobj)th->control_stack_end;
 }
 
+/*
+ * Faults on a fiber's stack. We are on the alternate signal stack, so the fiber's own
+ * may be full to the last word.
+ */
+
+static char* context_sp(os_context_t* context)
+{
+    return (char*)*os_context_register_addr(context, reg_SP);
+}
+
+static struct guards* guards_of(struct fiber_context* fc) { return (struct guards*)&fc->guards; }
+
+static int n_steps(int stack)
+{
+    return (stack == CONTROL ? CONTROL_RESERVE_SIZE : SIDE_RESERVE_SIZE) / STEP_SIZE;
+}
+
+/* Where the reserve of a stack begins. */
+static char* stack_limit(struct fiber_context* fc, int stack)
+{
+    return stack == CONTROL ? control_base(fc) : stack == BINDING ? binding_end(fc) : alien_base(fc);
+}
+
+/* The steps FROM to TO of a reserve, counted from the stack on. */
+static char* steps_start(struct fiber_context* fc, int stack, int from, int to)
+{
+    return stack_limit(fc, stack) + (stack == BINDING ? from : -to) * STEP_SIZE;
+}
+
+static void open_steps(struct fiber_context* fc, int stack, int n)
+{
+    int open = guards_of(fc)->open[stack];
+    if (n > n_steps(stack)) n = n_steps(stack);
+    if (n <= open) return;
+    if (lower_guard(steps_start(fc, stack, open, n), (n - open) * STEP_SIZE))
+        lose("cannot open the reserve of a fiber's stack: %s", strerror(errno));
+    guards_of(fc)->open[stack] = n;
+}
+
+/* What is in the reserve is lost: nothing of it may be alive. */
+static void close_reserve(struct fiber_context* fc, int stack)
+{
+    struct guards* g = guards_of(fc);
+    if (g->open[stack])
+        raise_guard(steps_start(fc, stack, 0, g->open[stack]), g->open[stack] * STEP_SIZE);
+    g->open[stack] = 0;
+    g->told &= ~(1 << stack);
+}
+
+static bool anything_open(struct fiber_context* fc)
+{
+    struct guards* g = guards_of(fc);
+    return g->open[CONTROL] || g->open[BINDING] || g->open[ALIEN];
+}
+
+static bool reserve_left(struct thread* th, struct fiber_context* fc, int stack, char* sp)
+{
+    return stack == CONTROL ? sp >= control_base(fc)
+        : stack == BINDING ? (char*)th->binding_stack_pointer <= binding_end(fc)
+        : (char*)th->alien_stack_pointer >= alien_base(fc);
+}
+
+static uword_t return_guard_size(struct fiber_context* fc)
+{
+    uword_t room = context_page(fc) - (char*)fc->return_guard;
+    return room < RETURN_GUARD_SIZE ? room : RETURN_GUARD_SIZE;
+}
+
+static void drop_return_guard(struct fiber_context* fc)
+{
+    if (!fc->return_guard) return;
+    mprotect((char*)fc->return_guard, return_guard_size(fc), PROT_READ|PROT_WRITE);
+    fc->return_guard = 0;
+}
+
+/* Begin it with the first page that lies wholly above SP, and outside of the reserve. */
+static void place_return_guard(struct fiber_context* fc, char* sp)
+{
+    drop_return_guard(fc);
+    char* page = sp < control_base(fc) ? control_base(fc)
+        : (char*)ALIGN_UP((uword_t)sp, HARD_GUARD_SIZE);
+    if (page >= context_page(fc)) return;
+    fc->return_guard = (lispobj)page;
+    if (mprotect(page, return_guard_size(fc), PROT_READ)) fc->return_guard = 0;
+}
+
+static void close_all_reserves(struct fiber_context* fc)
+{
+    drop_return_guard(fc);
+    for (int stack = 0; stack < N_STACKS; ++stack) close_reserve(fc, stack);
+    memset(guards_of(fc), 0, sizeof (struct guards));
+}
+
+/* SP is where the fiber has returned to: close what it has left, wait for the rest. */
+static void settle_reserves(struct thread* th, struct fiber_context* fc, char* sp)
+{
+    for (int stack = 0; stack < N_STACKS; ++stack)
+        if (reserve_left(th, fc, stack, sp)) close_reserve(fc, stack);
+    if (!anything_open(fc)) {
+        drop_return_guard(fc);
+        guards_of(fc)->told_at = 0;
+    } else if ((char*)fc->return_guard <= sp) place_return_guard(fc, sp);
+}
+
+/* Called by a fiber before it parks, if some reserve is open. */
+void fiber_rearm_guards()
+{
+    struct thread* th = get_sb_vm_thread();
+    if (th->fiber_context) settle_reserves(th, th->fiber_context, (char*)__builtin_frame_address(0));
+}
+
 /* The scrubber clears dead words down to the guard; it must not touch a raised one. */
 void fiber_scrub_limits(struct thread* th, os_vm_address_t* guard,
                         os_vm_address_t* hard_guard, unsigned* size)
@@ -455,189 +565,113 @@ void fiber_scrub_limits(struct thread* th, os_vm_address_t* guard,
     struct fiber_context* fc = th->fiber_context;
     if (!fc) return;
     *size = HARD_GUARD_SIZE;
-    *hard_guard = low_hard_guard(fc);
-    *guard = fc->guards & CRITICAL_ZONE_OPEN ? *hard_guard
-        : (fc->guards & CONTROL_ZONE_OPEN ? control_zone(fc) : control_base(fc)) - HARD_GUARD_SIZE;
+    *hard_guard = (char*)fc->control_stack_start - HARD_GUARD_SIZE;
+    *guard = steps_start(fc, CONTROL, 0, guards_of(fc)->open[CONTROL]) - HARD_GUARD_SIZE;
 }
 
-/*
- * Faults on a fiber's stack. We are on the alternate signal stack, so the fiber's own
- * may be full to the last word.
- */
-
-static uword_t context_sp(os_context_t* context) { return *os_context_register_addr(context, reg_SP); }
-
-/* The zones, and how to tell that nothing of a mounted stack is in one. */
-
-struct zone { int open; char* (*where)(struct fiber_context*); uword_t size; };
-
-static const struct zone zones[] = {
-    { CONTROL_ZONE_OPEN, control_zone, CONTROL_ZONE_SIZE },
-    { CRITICAL_ZONE_OPEN, critical_zone, CRITICAL_ZONE_SIZE },
-    { BINDING_ZONE_OPEN, binding_zone, SIDE_ZONE_SIZE },
-    { BINDING_CRITICAL_OPEN, binding_critical, 0 },
-    { ALIEN_ZONE_OPEN, alien_zone, SIDE_ZONE_SIZE },
-    { ALIEN_CRITICAL_OPEN, alien_critical, 0 },
-};
-#define ZONE_OPEN (CONTROL_ZONE_OPEN | CRITICAL_ZONE_OPEN | BINDING_ZONE_OPEN \
-                   | BINDING_CRITICAL_OPEN | ALIEN_ZONE_OPEN | ALIEN_CRITICAL_OPEN)
-
-static uword_t zone_size(const struct zone* z) { return z->size ? z->size : HARD_GUARD_SIZE; }
-
-static void open_zone(struct fiber_context* fc, const struct zone* z)
+/* Where execution must not be diverted to Lisp, since what was interrupted would never go on:
+ *  - the collector, and Lisp code that holds it off, SUB-GC above all;
+ *  - an allocation, and the moment between its end and the trap that it ends with;
+ *  - whoever has been asked to collect or to stop for that, until it has done so;
+ *  - a signal handler in C, which has all signals blocked and a signal to take care of. */
+static bool in_critical_section(struct thread* th, os_context_t* context)
 {
-    if (lower_guard(z->where(fc), zone_size(z)))
-        lose("cannot open the reserve of a fiber's stack: %s", strerror(errno));
-    fc->guards |= z->open;
+    return gc_active_p || th->pseudo_atomic_bits
+        || read_TLS(GC_INHIBIT, th) != NIL
+        || read_TLS(GC_PENDING, th) != NIL || read_TLS(STOP_FOR_GC_PENDING, th) != NIL
+        || sigismember(os_context_sigmask_addr(context), SIG_STOP_FOR_GC);
 }
 
-/* The pages of a zone are lost when it is closed: nothing in it may be alive. */
-static void close_zones(struct fiber_context* fc, int which)
+/* Have the end of the pseudo-atomic section trap, to tell the fiber then; but only for the
+ * section itself. A handler that interrupted it has a mask that is not the section's, and if
+ * the collector is held off the trap has no right to come. */
+static void postpone(struct thread* th, struct fiber_context* fc, os_context_t* context)
 {
-    for (unsigned i = 0; i < sizeof zones / sizeof *zones; ++i)
-        if (fc->guards & which & zones[i].open) {
-            raise_guard(zones[i].where(fc), zone_size(&zones[i]));
-            fc->guards &= ~zones[i].open;
-        }
-    if (!(fc->guards & CONTROL_ZONE_OPEN)) fc->guards &= ~OPENED_SILENTLY;
-}
-
-static int zones_left_by(struct thread* th, struct fiber_context* fc, char* sp)
-{
-    return (sp >= control_base(fc) ? CONTROL_ZONE_OPEN | CRITICAL_ZONE_OPEN : 0)
-        | ((char*)th->binding_stack_pointer < binding_zone(fc)
-           ? BINDING_ZONE_OPEN | BINDING_CRITICAL_OPEN : 0)
-        | ((char*)th->alien_stack_pointer >= alien_zone(fc) + SIDE_ZONE_SIZE
-           ? ALIEN_ZONE_OPEN | ALIEN_CRITICAL_OPEN : 0);
-}
-
-static void drop_return_guard(struct fiber_context* fc)
-{
-    if (!fc->return_guard) return;
-    mprotect((char*)fc->return_guard, HARD_GUARD_SIZE, PROT_READ|PROT_WRITE);
-    fc->return_guard = 0;
-}
-
-/* Make the first page that lies wholly above SP, and outside of the zones, the return guard. */
-static void place_return_guard(struct fiber_context* fc, char* sp)
-{
-    drop_return_guard(fc);
-    char* page = sp < control_base(fc) ? control_base(fc)
-        : (char*)ALIGN_UP((uword_t)sp, HARD_GUARD_SIZE);
-    if (page >= context_page(fc)) return;
-    if (!mprotect(page, HARD_GUARD_SIZE, PROT_READ)) fc->return_guard = (lispobj)page;
-}
-
-static void close_all_zones(struct fiber_context* fc)
-{
-    drop_return_guard(fc);
-    close_zones(fc, ZONE_OPEN);
-    fc->guards = 0;
-}
-
-/* SP is where the fiber has returned to: close what it has left, wait for the rest. */
-static void settle_zones(struct thread* th, struct fiber_context* fc, char* sp)
-{
-    close_zones(fc, zones_left_by(th, fc, sp));
-    if (fc->guards & ZONE_OPEN) place_return_guard(fc, sp); else drop_return_guard(fc);
-}
-
-/* Called by a fiber before it parks, if some zone is open. */
-void fiber_rearm_guards()
-{
-    struct thread* th = get_sb_vm_thread();
-    if (th->fiber_context) settle_zones(th, th->fiber_context, (char*)__builtin_frame_address(0));
-}
-
-extern void unblock_signals_in_context_and_maybe_warn(os_context_t*);
-
-static void signal_exhaustion(os_context_t* context, lispobj function)
-{
-    unblock_signals_in_context_and_maybe_warn(context);
-    arrange_return_to_lisp_function(context, function);
-}
-
-/* Where nothing may be signalled: the collector, an allocation, and Lisp code that holds the
- * collector off, SUB-GC above all, whose unwinding would leave a collection pending. */
-static bool in_critical_section(struct thread* th)
-{
-    return gc_active_p || arch_pseudo_atomic_atomic(th) || read_TLS(GC_INHIBIT, th) != NIL;
-}
-
-/* Signal it at the end of the pseudo-atomic section, or if that is part of a greater
- * critical section not at all. */
-static void postpone(struct thread* th, struct fiber_context* fc, os_context_t* context,
-                     int pending)
-{
-    if (gc_active_p || read_TLS(GC_INHIBIT, th) != NIL) {
-        fc->guards |= OPENED_SILENTLY;
-        return;
-    }
-    fc->guards |= pending;
+    if (!arch_pseudo_atomic_atomic(th) || gc_active_p || read_TLS(GC_INHIBIT, th) != NIL
+        || sigismember(os_context_sigmask_addr(context), SIG_STOP_FOR_GC)) return;
+    guards_of(fc)->pending = 1;
     arch_set_pseudo_atomic_interrupted(th);
     // A handler that ran between the end of the section and its trap would begin another
     // section and so wipe out that this one was interrupted.
     maybe_save_gc_mask_and_block_deferrables(context);
 }
 
-static void control_stack_overflow(struct thread* th, struct fiber_context* fc,
-                                   os_context_t* context)
+extern void unblock_signals_in_context_and_maybe_warn(os_context_t*);
+
+/* If we are on the fiber's stack, in the trap that ends a pseudo-atomic section: begin below
+ * of us. Right below what was interrupted lies the frame from which the kernel restores it. */
+static void divert(os_context_t* context, lispobj function)
 {
-    open_zone(fc, &zones[0]);
-    place_return_guard(fc, (char*)context_sp(context));
-    if (in_critical_section(th)) postpone(th, fc, context, OVERFLOW_PENDING);
-    else signal_exhaustion(context, StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR));
+    char *sp = context_sp(context), *here = __builtin_frame_address(0);
+    if (here < sp && here > sp - SIGNAL_ROOM)
+        *os_context_register_addr(context, reg_SP) =
+            (os_context_register_t)ALIGN_DOWN((uword_t)here - KIB, 16);
+    unblock_signals_in_context_and_maybe_warn(context);
+    arrange_return_to_lisp_function(context, function);
 }
 
 /* There is no stack to run cleanups on: cut the fiber back to its base, where Lisp ends it.
- * The frames that are overwritten by doing so are among those given up. Zones stay open
+ * The frames that are overwritten by doing so are among those given up. Reserves stay open
  * until the stack is free, since bindings are still to be undone. */
 static void end_fiber(struct thread* th, struct fiber_context* fc, os_context_t* context)
 {
-    if (in_critical_section(th) || !fc->base_catch_block)
+    if (in_critical_section(th, context) || !fc->base_catch_block)
         lose("stack of a fiber exhausted in a critical section");
-    *os_context_register_addr(context, reg_SP) =
-        (os_context_register_t)(control_base(fc) + 32*KIB);
     drop_return_guard(fc);
-    fc->guards &= ZONE_OPEN;
+    *os_context_register_addr(context, reg_SP) =
+        (os_context_register_t)(control_base(fc) + SIGNAL_ROOM);
+    write_TLS(FREE_INTERRUPT_CONTEXT_INDEX, 0, th); // they lie where new frames will
+    // The binding that ran into the hard guard was not made; undoing it would fault again.
+    lispobj* end = (lispobj*)(binding_end(fc) + SIDE_RESERVE_SIZE);
+    if (th->binding_stack_pointer > end) th->binding_stack_pointer = end;
     th->current_catch_block = fc->base_catch_block;
     th->current_unwind_protect_block = 0;
-    signal_exhaustion(context, StaticSymbolFunction(FIBER_STACK_LOST));
+    divert(context, StaticSymbolFunction(FIBER_STACK_LOST));
 }
 
-/* The reserve is used up as well, by the handlers of the exhaustion as a rule. */
-static void control_zone_overflow(struct thread* th, struct fiber_context* fc,
-                                  os_context_t* context)
+/* Signal that a stack is exhausted, with half of the reserve open for the handlers. If they
+ * are what has used that up, end the fiber. The handlers run below of where the fiber was told:
+ * above, it has left them without meeting the return guard. */
+static void tell(struct thread* th, struct fiber_context* fc, os_context_t* context,
+                 int stack, int step)
 {
-    bool silent = fc->guards & OPENED_SILENTLY, critical = in_critical_section(th);
-    if (!silent && !critical) { end_fiber(th, fc, context); return; }
-    open_zone(fc, &zones[1]);
-    if (critical) { postpone(th, fc, context, silent ? OVERFLOW_PENDING : LOSS_PENDING); return; }
-    fc->guards &= ~OPENED_SILENTLY;
-    signal_exhaustion(context, StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR));
+    struct guards* g = guards_of(fc);
+    char *sp = context_sp(context), *start = (char*)fc->control_stack_start;
+    if ((g->told & (1 << stack)) && sp < start + g->told_at) {
+        open_steps(fc, stack, step + 1);
+        end_fiber(th, fc, context);
+        return;
+    }
+    open_steps(fc, stack, step + n_steps(stack) / 2);
+    place_return_guard(fc, sp);
+    g->told |= 1 << stack;
+    g->told_at = sp - start;
+    divert(context, stack == CONTROL ? StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR)
+           : stack == BINDING ? StaticSymbolFunction(BINDING_STACK_EXHAUSTED_ERROR)
+           : StaticSymbolFunction(ALIEN_STACK_EXHAUSTED_ERROR));
 }
 
-static void side_stack_overflow(struct fiber_context* fc, os_context_t* context,
-                                const struct zone* z, lispobj function)
+static void reserve_hit(struct thread* th, struct fiber_context* fc, os_context_t* context,
+                        int stack, int step)
 {
-    open_zone(fc, z);
-    place_return_guard(fc, (char*)context_sp(context));
-    signal_exhaustion(context, function);
+    if (step == n_steps(stack)) end_fiber(th, fc, context); // the hard guard
+    else if (!in_critical_section(th, context)) tell(th, fc, context, stack, step);
+    else {
+        open_steps(fc, stack, step + 1);
+        if (!fc->return_guard) place_return_guard(fc, context_sp(context));
+        if (stack == CONTROL) postpone(th, fc, context);
+    }
 }
 
-static void side_zone_overflow(struct thread* th, struct fiber_context* fc,
-                               os_context_t* context, const struct zone* z)
-{
-    open_zone(fc, z);
-    end_fiber(th, fc, context);
-}
-
-/* A frame below the guard that writes to an object above has not returned. */
+/* A frame below the guard that writes to an object above has not returned, or it is a cleanup
+ * form, which runs on top of the frames that are being unwound. Watch another place. */
 static void return_guard_hit(struct thread* th, struct fiber_context* fc, os_context_t* context)
 {
-    char *sp = (char*)context_sp(context), *above = (char*)fc->return_guard + HARD_GUARD_SIZE;
-    if (sp >= (char*)fc->return_guard) settle_zones(th, fc, sp);
-    else place_return_guard(fc, above);
+    char *sp = context_sp(context), *guard = (char*)fc->return_guard;
+    if (sp >= guard) { settle_reserves(th, fc, sp); return; }
+    place_return_guard(fc, guard + return_guard_size(fc));
+    if (!fc->return_guard) place_return_guard(fc, sp);
+    if ((char*)fc->return_guard == guard) drop_return_guard(fc);
 }
 
 /* If the signal was SIGTRAP: the program counter is behind the breakpoint already, where
@@ -650,6 +684,23 @@ static void restart_breakpoint(os_context_t* context)
         set_os_context_pc(context, (uword_t)(pc - 1));
 }
 
+/* Make room for a signal at SP. The return guard comes first: it is nearer. */
+static bool make_signal_room(struct thread* th, struct fiber_context* fc, char* sp)
+{
+    char* guard = (char*)fc->return_guard;
+    if (guard && sp >= guard && sp < guard + RETURN_GUARD_SIZE + SIGNAL_ROOM) {
+        settle_reserves(th, fc, sp);
+        return 1;
+    }
+    int open = guards_of(fc)->open[CONTROL];
+    if (sp < steps_start(fc, CONTROL, 0, open)
+        || sp >= steps_start(fc, CONTROL, 0, open) + SIGNAL_ROOM
+        || open == n_steps(CONTROL)) return 0;
+    open_steps(fc, CONTROL, open + SIGNAL_ROOM / STEP_SIZE);
+    if (!fc->return_guard) place_return_guard(fc, sp);
+    return 1;
+}
+
 /* A signal came when the stack had no room for its frame above a guard. The kernel has dropped
  * it and sends SIGSEGV instead; were it the signal that stops for the collector, the world
  * would wait for ever. Make room and send again what may have been lost: the others are
@@ -658,19 +709,7 @@ bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
 {
     struct thread* th = get_sb_vm_thread();
     struct fiber_context* fc = th ? th->fiber_context : 0;
-    if (!fc || info->si_code != SI_KERNEL) return 0;
-    char* sp = (char*)context_sp(context);
-    if (fc->return_guard && sp >= (char*)fc->return_guard) {
-        settle_zones(th, fc, sp);
-    } else if (!(fc->guards & CONTROL_ZONE_OPEN)
-               && sp >= control_base(fc) && sp < control_base(fc) + 32*KIB) {
-        open_zone(fc, &zones[0]);
-        fc->guards |= OPENED_SILENTLY;
-        place_return_guard(fc, sp);
-    } else if ((fc->guards & CONTROL_ZONE_OPEN) && !(fc->guards & CRITICAL_ZONE_OPEN)
-               && sp >= control_zone(fc)) {
-        open_zone(fc, &zones[1]);
-    } else return 0;
+    if (!fc || info->si_code != SI_KERNEL || !make_signal_room(th, fc, context_sp(context))) return 0;
     restart_breakpoint(context);
     if (th->stop_signal_sent) pthread_kill(pthread_self(), SIG_STOP_FOR_GC);
     static const int lost[] = { SIGURG, SIGALRM, SIGCHLD };
@@ -683,29 +722,21 @@ bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
 bool fiber_handle_fault(struct thread* th, os_context_t* context, os_vm_address_t addr)
 {
     struct fiber_context* fc = th->fiber_context;
-    const struct zone* z = 0;
-    for (unsigned i = 0; i < sizeof zones / sizeof *zones; ++i)
-        if (within(addr, zones[i].where(fc), zone_size(&zones[i]))
-            && !(fc->guards & zones[i].open)) z = &zones[i];
-    if (fc->return_guard && within(addr, (char*)fc->return_guard, HARD_GUARD_SIZE))
+    if (fc->return_guard && within(addr, (char*)fc->return_guard, return_guard_size(fc))) {
         return_guard_hit(th, fc, context);
-    else if (within(addr, (char*)undefined_alien_address, os_vm_page_size))
-        arrange_return_to_lisp_function
-            (context, StaticSymbolFunction(UNDEFINED_ALIEN_VARIABLE_ERROR));
-    else if (!z && within(addr, low_hard_guard(fc), HARD_GUARD_SIZE))
-        end_fiber(th, fc, context);
-    else if (!z) return 0;
-    else switch (z->open) {
-        case CONTROL_ZONE_OPEN: control_stack_overflow(th, fc, context); break;
-        case CRITICAL_ZONE_OPEN: control_zone_overflow(th, fc, context); break;
-        case BINDING_ZONE_OPEN:
-            side_stack_overflow(fc, context, z, StaticSymbolFunction(BINDING_STACK_EXHAUSTED_ERROR));
-            break;
-        case ALIEN_ZONE_OPEN:
-            side_stack_overflow(fc, context, z, StaticSymbolFunction(ALIEN_STACK_EXHAUSTED_ERROR));
-            break;
-        default: side_zone_overflow(th, fc, context, z);
+        return 1;
     }
+    for (int stack = 0; stack < N_STACKS; ++stack) {
+        char* limit = stack_limit(fc, stack);
+        sword_t beyond = stack == BINDING ? (char*)addr - limit : limit - 1 - (char*)addr;
+        int n = n_steps(stack);
+        if (beyond < guards_of(fc)->open[stack] * STEP_SIZE
+            || beyond >= n * STEP_SIZE + (sword_t)HARD_GUARD_SIZE) continue;
+        reserve_hit(th, fc, context, stack, beyond / STEP_SIZE);
+        return 1;
+    }
+    if (!within(addr, (char*)undefined_alien_address, os_vm_page_size)) return 0;
+    arrange_return_to_lisp_function(context, StaticSymbolFunction(UNDEFINED_ALIEN_VARIABLE_ERROR));
     return 1;
 }
 
@@ -734,8 +765,7 @@ void fiber_restore_signal_mask()
 
 bool fiber_overflow_pending(struct thread* th)
 {
-    struct fiber_context* fc = th->fiber_context;
-    return fc && (fc->guards & (OVERFLOW_PENDING | LOSS_PENDING));
+    return th->fiber_context && guards_of(th->fiber_context)->pending;
 }
 
 /* The last thing that a trap for pending interrupts does. See the head of
@@ -743,24 +773,15 @@ bool fiber_overflow_pending(struct thread* th)
  * fiber could not be told inside pseudo-atomic. */
 void fiber_settle_pending(struct thread* th, os_context_t* context)
 {
-    if (get_pseudo_atomic_interrupted(th) && thread_interrupt_data(th).pending_handler
-        && read_TLS(INTERRUPTS_ENABLED, th) == NIL) {
+    if (thread_interrupt_data(th).pending_handler && read_TLS(INTERRUPTS_ENABLED, th) == NIL) {
         write_TLS(INTERRUPT_PENDING, LISP_T, th);
         clear_pseudo_atomic_interrupted(th);
     }
     struct fiber_context* fc = th->fiber_context;
-    if (fc && (fc->guards & LOSS_PENDING)) {
-        clear_pseudo_atomic_interrupted(th);
-        end_fiber(th, fc, context);
-    } else if (fc && (fc->guards & OVERFLOW_PENDING)) {
-        fc->guards &= ~OVERFLOW_PENDING;
-        clear_pseudo_atomic_interrupted(th);
-        if (!(fc->guards & CONTROL_ZONE_OPEN)) { // for the handler
-            open_zone(fc, &zones[0]);
-            place_return_guard(fc, (char*)context_sp(context));
-        }
-        signal_exhaustion(context, StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR));
-    }
+    if (!fc || !guards_of(fc)->pending) return;
+    clear_pseudo_atomic_interrupted(th);
+    guards_of(fc)->pending = 0;
+    tell(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
 }
 
 #endif
