@@ -358,6 +358,12 @@ INTERRUPT-THREAD-ERROR if FIBER has ended."
 
 ;;;; carriers
 
+(defun any-poller (fiber)
+  "A poller of the group of FIBER, or NIL if that has none any more."
+  (let ((schedulers (fiber-group-schedulers (fiber-group fiber))))
+    (unless (eq (fiber-group-state (fiber-group fiber)) :stopped)
+      (scheduler-poller (svref schedulers 0)))))
+
 (defun make-schedulers (group n)
   "A vector of N schedulers for GROUP; none is left over if there are not enough descriptors."
   (let ((schedulers '()) (done nil))
@@ -366,7 +372,7 @@ INTERRUPT-THREAD-ERROR if FIBER has ended."
                do (push (%make-scheduler group (make-poller)) schedulers)
                finally (setf done t))
       (unless done
-        (dolist (scheduler schedulers) (free-poller (scheduler-poller scheduler)))))
+        (dolist (scheduler schedulers) (free-poller (scheduler-poller scheduler) #'any-poller))))
     (coerce schedulers 'simple-vector)))
 
 (defun begin-carrier (carrier)
@@ -521,7 +527,7 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
     (dolist (thread (fiber-group-carriers group))
       (sb-thread:join-thread thread :default nil))
     (loop for scheduler across (fiber-group-schedulers group)
-          do (free-poller (scheduler-poller scheduler)))
+          do (free-poller (scheduler-poller scheduler) #'any-poller))
     (forget-group group)))
 
 (defun stop-state (group)
@@ -616,8 +622,11 @@ interrupted for it: it prints the backtrace itself, at the point where it is par
                               (setf text (with-output-to-string (out)
                                            (sb-debug:print-backtrace :stream out :count count)))
                               (sb-thread:signal-semaphore done)))
-           (sb-thread:wait-on-semaphore done)
-           (write-string text stream))))
+           (loop until (or (sb-thread:wait-on-semaphore done :timeout 1/10)
+                           (not (fiber-alive-p fiber))))
+           (if text
+               (write-string text stream)
+               (format stream "~S ended before it parked.~%" fiber)))))
   nil)
 
 ;;;; the bindings of a fiber, for others to look at

@@ -94,12 +94,12 @@ descriptor left."
               (error "There are ~D carriers already, which is the limit." max-pollers))
     (when (null (cas (svref *pollers* i) nil t)) (return i))))
 
-(defun free-poller (poller)
+(defun free-poller (poller heir)
   ;; T keeps the number until nothing refers to it; CLOSE must not use the descriptors.
   (setf (svref *pollers* (poller-index poller)) t)
   (sb-unix:unix-close (poller-wakeup poller))
   (sb-unix:unix-close (poller-epoll poller))
-  (forget-poller-in-cells (poller-index poller))
+  (forget-poller-in-cells (poller-index poller) heir)
   (alien-funcall (extern-alien "free" (function void system-area-pointer))
                  (poller-events poller))
   (setf (svref *pollers* (poller-index poller)) nil))
@@ -184,24 +184,35 @@ descriptor left."
                  (setf last (truly-the fiber next))))
          (setf (fiber-wait-next last) ,fiber))))
 
+(declaim (inline arm-cell))
+(defun arm-cell (cell poller)
+  "Arm the descriptor of CELL in POLLER for all that is wanted there. Return 0 or an errno."
+  (let ((index (poller-index poller)))
+    (setf (fd-cell-known-to cell)
+          (logior (fd-cell-known-to cell) (truly-the (unsigned-byte 62) (ash 1 index))))
+    (%poller-arm (poller-epoll poller) (fd-cell-fd cell) (wanted-directions cell index)
+                 (fd-cell-data cell))))
+
+;;; Who finds others waiting joins them in the poller that serves them.
+(defmacro chain-waiter (place poller-place fiber poller)
+  `(let ((first-p (null ,place)))
+     (append-waiter ,place ,fiber)
+     (if first-p
+         (progn (setf ,poller-place (poller-index ,poller))
+                (arm-cell cell ,poller))
+         0)))
+
 (declaim (ftype (sfunction (fd-cell fiber (mod 3) poller) (signed-byte 32)) add-waiter))
 (defun add-waiter (cell fiber direction poller)
   "Let FIBER wait for DIRECTION in POLLER. Return 0, or an errno if it cannot be waited for, and then
 FIBER does not wait."
   (setf (fiber-wait-next fiber) nil
         (fiber-wait-result fiber) nil)
-  (let* ((index (poller-index poller))
-         (epoll (poller-epoll poller))
-         (errno
-          (with-tiny-lock ((fd-cell-lock cell))
-            (if (= direction +input+)
-                (progn (append-waiter (fd-cell-input cell) fiber)
-                       (setf (fd-cell-input-poller cell) index))
-                (progn (append-waiter (fd-cell-output cell) fiber)
-                       (setf (fd-cell-output-poller cell) index)))
-            (setf (fd-cell-known-to cell) (logior (fd-cell-known-to cell) (truly-the (unsigned-byte 62) (ash 1 index))))
-            (%poller-arm epoll (fd-cell-fd cell) (wanted-directions cell index)
-                         (fd-cell-data cell)))))
+  (let ((errno (with-tiny-lock ((fd-cell-lock cell))
+                 (if (= direction +input+)
+                     (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell) fiber poller)
+                     (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell)
+                                   fiber poller)))))
     ;; If the fiber is out of the chain already, who took it out gives the result.
     (if (or (= errno 0) (remove-waiter cell fiber direction)) errno 0)))
 
@@ -249,10 +260,10 @@ and the one that waited for output, each or NIL."
     (when cell
       (with-tiny-lock ((fd-cell-lock cell))
         (when (= data (fd-cell-data cell))
-          ;; Whichever poller it comes from: the one on record may be gone, having been
-          ;; another waiter's, and a waiter who is woken for nothing waits again.
-          (when (logtest directions +input+) (setf reader (take-waiter (fd-cell-input cell))))
-          (when (logtest directions +output+) (setf writer (take-waiter (fd-cell-output cell))))
+          (when (and (logtest directions +input+) (= (fd-cell-input-poller cell) index))
+            (setf reader (take-waiter (fd-cell-input cell))))
+          (when (and (logtest directions +output+) (= (fd-cell-output-poller cell) index))
+            (setf writer (take-waiter (fd-cell-output cell))))
           (let ((wanted (wanted-directions cell index)))
             (unless (= wanted 0)
               (%poller-arm epoll (fd-cell-fd cell) wanted data))))
@@ -306,13 +317,33 @@ registration alive and report for another file that gets the number: hence the r
       (let ((poller (svref *pollers* i)))
         (when (poller-p poller) (%poller-forget (poller-epoll poller) fd))))))
 
-;;; The next poller with this number has heard of nothing.
-(defun forget-poller-in-cells (index)
-  (loop for block across *fd-table*
-        when (simple-vector-p block)
-        do (loop for cell across block
-                 when (fd-cell-p cell)
-                 do (with-tiny-lock ((fd-cell-lock cell))
-                      (setf (fd-cell-known-to cell)
-                            (logandc2 (fd-cell-known-to cell) (truly-the (unsigned-byte 62) (ash 1 index))))
-                      nil))))
+;;; The next poller with this number has heard of nothing, and nobody serves this one.
+(defun forget-poller-in-cells (index heir)
+  "Let no cell refer to the poller number INDEX. HEIR, a function, returns a poller for the fiber at the
+head of a chain that was served by it: one of another group, which had joined others."
+  (declare (function heir))
+  (flet ((forget (cell)
+           (declare (fd-cell cell))
+           (let ((reader (fd-cell-input cell))
+                 (writer (fd-cell-output cell)))
+             (when (and reader (= (fd-cell-input-poller cell) index))
+               (rearm-elsewhere cell +input+ (funcall heir reader)))
+             (when (and writer (= (fd-cell-output-poller cell) index))
+               (rearm-elsewhere cell +output+ (funcall heir writer)))
+             (with-tiny-lock ((fd-cell-lock cell))
+               (setf (fd-cell-known-to cell)
+                     (logandc2 (fd-cell-known-to cell)
+                               (truly-the (unsigned-byte 62) (ash 1 index))))
+               nil))))
+    (loop for block across *fd-table*
+          when (simple-vector-p block)
+          do (loop for cell across block
+                   when (fd-cell-p cell) do (forget cell)))))
+
+(defun rearm-elsewhere (cell direction poller)
+  (when poller
+    (with-tiny-lock ((fd-cell-lock cell))
+      (if (= direction +input+)
+          (setf (fd-cell-input-poller cell) (poller-index poller))
+          (setf (fd-cell-output-poller cell) (poller-index poller)))
+      (arm-cell cell poller))))

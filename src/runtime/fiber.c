@@ -70,8 +70,7 @@
  * guard*, some pages of the control stack above the frame that overflowed, which are made
  * read-only: whoever writes there next, having returned to or beyond it, faults. It lies on
  * the control stack whichever stack overflowed, since the collector writes to binding
- * stacks and never to control stacks. If there is none (no mapping is left, or the frame is one
- * of the first), the next park closes the reserve.
+ * stacks and never to control stacks. If there is none (no mapping is left), the next park closes the reserve.
  */
 
 #define KIB 1024
@@ -81,8 +80,7 @@
 #define SIDE_RESERVE_SIZE (32*KIB)
 #define LOW_GUARD_SIZE (HARD_GUARD_SIZE + CONTROL_RESERVE_SIZE)
 #define MIDDLE_GUARD_SIZE (2*SIDE_RESERVE_SIZE + HARD_GUARD_SIZE)
-#define FIBER_BINDING_STACK_SIZE (64*KIB)
-#define FIBER_ALIEN_STACK_SIZE (64*KIB)
+#define FIBER_ALIEN_STACK_SIZE (256*KIB)
 // Frames up to this size cannot skip the return guard on the way down.
 #define RETURN_GUARD_SIZE (16*KIB)
 // What the kernel and the runtime need to handle a signal, the collector apart.
@@ -190,6 +188,11 @@ static uword_t round_stack_size(uword_t size)
     return rounded;
 }
 
+static uword_t binding_stack_size(uword_t control_size)
+{
+    return control_size / 4 < 64*KIB ? 64*KIB : control_size / 4;
+}
+
 /* Where arenas lie and at what stride is decided here and nowhere else.
  * An odd number of pages spreads the first pages of neighbours over the sets of
  * the caches, in which equal strides of a power of two would collide. */
@@ -197,7 +200,7 @@ static uword_t slot_stride(uword_t control_size)
 {
     uword_t page = HARD_GUARD_SIZE;
     uword_t size = LOW_GUARD_SIZE + control_size
-        + FIBER_BINDING_STACK_SIZE + MIDDLE_GUARD_SIZE + FIBER_ALIEN_STACK_SIZE;
+        + binding_stack_size(control_size) + MIDDLE_GUARD_SIZE + FIBER_ALIEN_STACK_SIZE;
     uword_t n_pages = (size + page - 1) / page;
     return (n_pages | 1) * page;
 }
@@ -241,7 +244,8 @@ static int carve_slot(struct fiber_arena* a, uint32_t i)
 {
     struct fiber_context* fc = slot_context(a, i);
     char* slot = a->base + i * a->stride;
-    char* middle = slot + LOW_GUARD_SIZE + a->class->control_size + FIBER_BINDING_STACK_SIZE;
+    char* middle = slot + LOW_GUARD_SIZE + a->class->control_size
+        + binding_stack_size(a->class->control_size);
     if (raise_guard(slot, LOW_GUARD_SIZE)) return -1;
     if (raise_guard(middle, MIDDLE_GUARD_SIZE)) return -1;
     fc->control_stack_start = (lispobj*)(slot + HARD_GUARD_SIZE);
@@ -522,15 +526,29 @@ static void drop_return_guard(struct fiber_context* fc)
     fc->return_guard = 0;
 }
 
-/* Begin it with the first page that lies wholly above SP, and outside of the reserve. */
-static void place_return_guard(struct fiber_context* fc, char* sp)
+static void set_return_guard(struct fiber_context* fc, char* page)
 {
     drop_return_guard(fc);
-    char* page = sp < control_base(fc) ? control_base(fc)
-        : (char*)ALIGN_UP((uword_t)sp, HARD_GUARD_SIZE);
     if (page >= context_page(fc)) return;
     fc->return_guard = (lispobj)page;
     if (mprotect(page, return_guard_size(fc), PROT_READ)) fc->return_guard = 0;
+}
+
+/* Begin it with the first page that lies wholly above SP, and outside of the reserve. */
+static void place_return_guard(struct fiber_context* fc, char* sp)
+{
+    set_return_guard(fc, sp < control_base(fc) ? control_base(fc)
+                     : (char*)ALIGN_UP((uword_t)sp, HARD_GUARD_SIZE));
+}
+
+/* If there is much of the control stack left, it was another one that overflowed. Put the return
+ * guard below SP, and continue below that: so there is one for the first frames too. */
+static char* skip_return_guard(struct fiber_context* fc, char* sp)
+{
+    char* page = (char*)ALIGN_DOWN((uword_t)sp, HARD_GUARD_SIZE) - RETURN_GUARD_SIZE;
+    if (page < control_base(fc) + SIGNAL_ROOM) { place_return_guard(fc, sp); return sp; }
+    set_return_guard(fc, page);
+    return page;
 }
 
 static void close_all_reserves(struct fiber_context* fc)
@@ -643,7 +661,7 @@ static void tell(struct thread* th, struct fiber_context* fc, os_context_t* cont
         return;
     }
     open_steps(fc, stack, step + n_steps(stack) / 2);
-    place_return_guard(fc, sp);
+    *os_context_register_addr(context, reg_SP) = (os_context_register_t)skip_return_guard(fc, sp);
     g->told |= 1 << stack;
     g->told_at = sp - start;
     divert(context, stack == CONTROL ? StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR)
