@@ -535,7 +535,8 @@ was put."
   (holds *close-and-failure*))
 
 (test bug-arming-for-one-direction-only
-  (with-changes (("ADD-WAITER" "(wanted-directions cell index)" "direction"))
+  (with-changes (("ARM-CELL" "(wanted-directions cell index)"
+                             "(if (fd-cell-output cell) +output+ +input+)"))
     (fails *input-only*)))
 
 (test bug-not-arming-for-the-next-in-the-chain
@@ -546,14 +547,14 @@ was put."
 
 (test bug-arming-before-waiting
   (with-changes (("ADD-WAITER" "(if (= direction +input+)
-                                    (progn (append-waiter (fd-cell-input cell) fiber)
-                                           (setf (fd-cell-input-poller cell) index))
-                                    (progn (append-waiter (fd-cell-output cell) fiber)
-                                           (setf (fd-cell-output-poller cell) index)))"
-                               "nil"
-                               "(unless (= errno 0) (remove-waiter cell fiber direction))"
-                               "(append-waiter (fd-cell-input cell) fiber)"
-                               "(wanted-directions cell index)" "direction"))
+                                    (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell)
+                                                  fiber poller)
+                                    (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell)
+                                                  fiber poller))"
+                               "(arm-cell cell poller)"
+                               "(if (or (= errno 0) (remove-waiter cell fiber direction)) errno 0)"
+                               "(progn (append-waiter (fd-cell-input cell) fiber) errno)")
+                 ("ARM-CELL" "(wanted-directions cell index)" "+input+"))
     (fails *report-and-unpark*)))
 
 (test bug-timing-out-after-a-report

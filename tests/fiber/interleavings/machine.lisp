@@ -90,6 +90,9 @@
 (defvar *scheduler*)
 (defun steps::nearest-scheduler (fiber) (declare (ignore fiber)) *scheduler*)
 
+;;; What the fibers of a history run on; it serves *SCHEDULER*.
+(defvar steps::*carrier*)
+
 ;;; Pollers have no descriptors: what is called by mistake is to fail.
 (defconstant no-descriptor 1000000)
 
@@ -292,6 +295,8 @@
   (setf *memory* (make-array 10 :initial-element 0)
         *stacks* (make-hash-table :test 'eq)
         *scheduler* (make-test-scheduler nil 0)
+        steps::*carrier* (sb-fiber::%make-carrier nil)
+        (sb-fiber::carrier-scheduler steps::*carrier*) *scheduler*
         *kernel* (make-kernel)
         *bucket* (sb-fiber::make-bucket)
         *epoll* (make-epoll)
