@@ -74,7 +74,9 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
 (defun poll-in-fiber (fd direction milliseconds)
   "What UNIX-SIMPLE-POLL does in a fiber: wait for FD at most MILLISECONDS, for ever if negative."
   (let ((direction (ecase direction (:input +input+) (:output +output+))))
-    (cond ((= milliseconds 0) (poll-now fd direction))
+    (cond ((= milliseconds 0)
+           (spend-budget) ; as in (LOOP UNTIL (LISTEN ...))
+           (poll-now fd direction))
           ((park-on-fd fd direction
                        (and (> milliseconds 0) (nanoseconds-from-now (* milliseconds 1000000))))))))
 

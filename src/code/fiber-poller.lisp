@@ -94,7 +94,7 @@ descriptor left."
               (error "There are ~D carriers already, which is the limit." max-pollers))
     (when (null (cas (svref *pollers* i) nil t)) (return i))))
 
-(defun free-poller (poller heir)
+(defun free-poller (poller &optional (heir (constantly nil)))
   ;; T keeps the number until nothing refers to it; CLOSE must not use the descriptors.
   (setf (svref *pollers* (poller-index poller)) t)
   (sb-unix:unix-close (poller-wakeup poller))
