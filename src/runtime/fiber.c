@@ -39,7 +39,7 @@
  * A stack slot, from low to high addresses:
  *
  *     hard guard               one page, never accessible
- *     control reserve          128 KiB, guarded until the control stack overflows
+ *     control reserve          192 KiB, guarded until the control stack overflows
  *     control stack            grows down
  *     struct fiber_context
  *     binding stack            grows up
@@ -50,7 +50,7 @@
  *
  * Control and binding stack meet around the context, in the one page that an idle fiber
  * has touched. A reserve is opened in steps of 16 KiB, from the stack on. Who runs into it is
- * told, and has half of it for handling that; who uses up that half too is ended. Inside of
+ * told, and has four steps, or one, for handling that; who uses them up too is ended. Inside of
  * a critical section nothing can be told or ended: just as much is opened as it needs, and the
  * fiber is told when it is found in the reserve next.
  *
@@ -76,7 +76,7 @@
 #define KIB 1024
 #define HARD_GUARD_SIZE ((uword_t)os_reported_page_size)
 #define STEP_SIZE (16*KIB)
-#define CONTROL_RESERVE_SIZE (128*KIB) // the handler's half, and a collection, which needs 26 KiB
+#define CONTROL_RESERVE_SIZE (192*KIB)
 #define SIDE_RESERVE_SIZE (32*KIB)
 #define LOW_GUARD_SIZE (HARD_GUARD_SIZE + CONTROL_RESERVE_SIZE)
 #define MIDDLE_GUARD_SIZE (2*SIDE_RESERVE_SIZE + HARD_GUARD_SIZE)
@@ -92,7 +92,7 @@ enum { CONTROL, BINDING, ALIEN, N_STACKS };
 struct guards {
     uint8_t open[N_STACKS];       // steps of the reserve
     uint8_t told : N_STACKS;      // whether the fiber knows, a bit for each stack
-    uint8_t pending : 1;          // tell it when the pseudo-atomic section ends
+    uint8_t pending : 1;          // the control stack overflowed, but that could not be told
     uint32_t told_at;             // where the control stack was, from its start
 };
 
@@ -468,6 +468,10 @@ static int n_steps(int stack)
     return (stack == CONTROL ? CONTROL_RESERVE_SIZE : SIDE_RESERVE_SIZE) / STEP_SIZE;
 }
 
+/* How many are for handling the exhaustion. The last quarter is never among them, for a
+ * collection (it needs 26 KiB) or an allocation that comes when they are used up. */
+static int handler_steps(int stack) { return stack == CONTROL ? 4 : 1; }
+
 /* Where the reserve of a stack begins. */
 static char* stack_limit(struct fiber_context* fc, int stack)
 {
@@ -498,6 +502,7 @@ static void close_reserve(struct fiber_context* fc, int stack)
         raise_guard(steps_start(fc, stack, 0, g->open[stack]), g->open[stack] * STEP_SIZE);
     g->open[stack] = 0;
     g->told &= ~(1 << stack);
+    if (stack == CONTROL) g->pending = 0;
 }
 
 static bool anything_open(struct fiber_context* fc)
@@ -545,10 +550,22 @@ static void place_return_guard(struct fiber_context* fc, char* sp)
  * guard below SP, and continue below that: so there is one for the first frames too. */
 static char* skip_return_guard(struct fiber_context* fc, char* sp)
 {
+    char* guard = (char*)fc->return_guard;
+    if (guard && within(sp, guard, RETURN_GUARD_SIZE)) return guard; // that told us, nothing is in it
     char* page = (char*)ALIGN_DOWN((uword_t)sp, HARD_GUARD_SIZE) - RETURN_GUARD_SIZE;
     if (page < control_base(fc) + SIGNAL_ROOM) { place_return_guard(fc, sp); return sp; }
     set_return_guard(fc, page);
     return page;
+}
+
+/* The return guard must be far above: the next frames are those of C functions, where the
+ * kernel may be about to write, which for it is no fault but an EFAULT. */
+static void open_silently(struct fiber_context* fc, int stack, int n, char* sp)
+{
+    open_steps(fc, stack, n);
+    if (stack == CONTROL) guards_of(fc)->pending = 1;
+    if (!fc->return_guard)
+        place_return_guard(fc, (sp < control_base(fc) ? control_base(fc) : sp) + SIGNAL_ROOM);
 }
 
 static void close_all_reserves(struct fiber_context* fc)
@@ -558,15 +575,20 @@ static void close_all_reserves(struct fiber_context* fc)
     memset(guards_of(fc), 0, sizeof (struct guards));
 }
 
-/* SP is where the fiber has returned to: close what it has left, wait for the rest. */
-static void settle_reserves(struct thread* th, struct fiber_context* fc, char* sp)
+/* SP is where the fiber has returned to: close what it has left. Is something still open? */
+static bool close_left(struct thread* th, struct fiber_context* fc, char* sp)
 {
     for (int stack = 0; stack < N_STACKS; ++stack)
         if (reserve_left(th, fc, stack, sp)) close_reserve(fc, stack);
-    if (!anything_open(fc)) {
-        drop_return_guard(fc);
-        guards_of(fc)->told_at = 0;
-    } else if ((char*)fc->return_guard <= sp) place_return_guard(fc, sp);
+    if (anything_open(fc)) return 1;
+    drop_return_guard(fc);
+    guards_of(fc)->told_at = 0;
+    return 0;
+}
+
+static void settle_reserves(struct thread* th, struct fiber_context* fc, char* sp)
+{
+    if (close_left(th, fc, sp) && (char*)fc->return_guard <= sp) place_return_guard(fc, sp);
 }
 
 /* Called by a fiber before it parks, if some reserve is open. */
@@ -603,11 +625,10 @@ static bool in_critical_section(struct thread* th, os_context_t* context)
 /* Have the end of the pseudo-atomic section trap, to tell the fiber then; but only for the
  * section itself. A handler that interrupted it has a mask that is not the section's, and if
  * the collector is held off the trap has no right to come. */
-static void postpone(struct thread* th, struct fiber_context* fc, os_context_t* context)
+static void postpone(struct thread* th, os_context_t* context)
 {
     if (!arch_pseudo_atomic_atomic(th) || gc_active_p || read_TLS(GC_INHIBIT, th) != NIL
         || sigismember(os_context_sigmask_addr(context), SIG_STOP_FOR_GC)) return;
-    guards_of(fc)->pending = 1;
     arch_set_pseudo_atomic_interrupted(th);
     // A handler that ran between the end of the section and its trap would begin another
     // section and so wipe out that this one was interrupted.
@@ -647,7 +668,7 @@ static void end_fiber(struct thread* th, struct fiber_context* fc, os_context_t*
     divert(context, StaticSymbolFunction(FIBER_STACK_LOST));
 }
 
-/* Signal that a stack is exhausted, with half of the reserve open for the handlers. If they
+/* Signal that a stack is exhausted, with room for the handlers. If they
  * are what has used that up, end the fiber. The handlers run below of where the fiber was told:
  * above, it has left them without meeting the return guard. */
 static void tell(struct thread* th, struct fiber_context* fc, os_context_t* context,
@@ -660,7 +681,9 @@ static void tell(struct thread* th, struct fiber_context* fc, os_context_t* cont
         end_fiber(th, fc, context);
         return;
     }
-    open_steps(fc, stack, step + n_steps(stack) / 2);
+    int room = step + handler_steps(stack), most = n_steps(stack) - n_steps(stack) / 4;
+    open_steps(fc, stack, room < most ? room : most);
+    if (stack == CONTROL) g->pending = 0;
     *os_context_register_addr(context, reg_SP) = (os_context_register_t)skip_return_guard(fc, sp);
     g->told |= 1 << stack;
     g->told_at = sp - start;
@@ -669,15 +692,27 @@ static void tell(struct thread* th, struct fiber_context* fc, os_context_t* cont
            : StaticSymbolFunction(ALIEN_STACK_EXHAUSTED_ERROR));
 }
 
+/* The fiber was told that a side stack is exhausted, and has come as far again: it would have met
+ * the reserve, were that not open still. The return guard stays, else the next time would be deeper. */
+static bool told_again(struct thread* th, struct fiber_context* fc, os_context_t* context)
+{
+    struct guards* g = guards_of(fc);
+    int stack = g->told & (1 << BINDING) ? BINDING : ALIEN;
+    if (!(g->told & (1 << stack)) || in_critical_section(th, context)
+        || fc->return_guard >= (lispobj)fc->control_stack_start + g->told_at) return 0;
+    g->told &= ~(1 << stack);
+    tell(th, fc, context, stack, 0);
+    return 1;
+}
+
 static void reserve_hit(struct thread* th, struct fiber_context* fc, os_context_t* context,
                         int stack, int step)
 {
     if (step == n_steps(stack)) end_fiber(th, fc, context); // the hard guard
     else if (!in_critical_section(th, context)) tell(th, fc, context, stack, step);
     else {
-        open_steps(fc, stack, step + 1);
-        if (!fc->return_guard) place_return_guard(fc, context_sp(context));
-        if (stack == CONTROL) postpone(th, fc, context);
+        open_silently(fc, stack, step + 1, context_sp(context));
+        if (stack == CONTROL) postpone(th, context);
     }
 }
 
@@ -686,7 +721,10 @@ static void reserve_hit(struct thread* th, struct fiber_context* fc, os_context_
 static void return_guard_hit(struct thread* th, struct fiber_context* fc, os_context_t* context)
 {
     char *sp = context_sp(context), *guard = (char*)fc->return_guard;
-    if (sp >= guard) { settle_reserves(th, fc, sp); return; }
+    if (sp >= guard) {
+        if (close_left(th, fc, sp) && !told_again(th, fc, context)) place_return_guard(fc, sp);
+        return;
+    }
     place_return_guard(fc, guard + return_guard_size(fc));
     if (!fc->return_guard) place_return_guard(fc, sp);
     if ((char*)fc->return_guard == guard) drop_return_guard(fc);
@@ -702,20 +740,26 @@ static void restart_breakpoint(os_context_t* context)
         set_os_context_pc(context, (uword_t)(pc - 1));
 }
 
-/* Make room for a signal at SP. The return guard comes first: it is nearer. */
-static bool make_signal_room(struct thread* th, struct fiber_context* fc, char* sp)
+/* Make room for a signal. The return guard comes first: it is nearer. If it is the end of the
+ * stack then it has overflowed, as far as signals are concerned. */
+static bool make_signal_room(struct thread* th, struct fiber_context* fc, os_context_t* context)
 {
-    char* guard = (char*)fc->return_guard;
+    char *sp = context_sp(context), *guard = (char*)fc->return_guard;
     if (guard && sp >= guard && sp < guard + RETURN_GUARD_SIZE + SIGNAL_ROOM) {
+        restart_breakpoint(context);
         settle_reserves(th, fc, sp);
         return 1;
     }
+    // SP may be in the reserve already, if nothing of the newest frame has been touched.
+    int needed = (control_base(fc) - sp + SIGNAL_ROOM + STEP_SIZE - 1) / STEP_SIZE;
     int open = guards_of(fc)->open[CONTROL];
-    if (sp < steps_start(fc, CONTROL, 0, open)
-        || sp >= steps_start(fc, CONTROL, 0, open) + SIGNAL_ROOM
-        || open == n_steps(CONTROL)) return 0;
-    open_steps(fc, CONTROL, open + SIGNAL_ROOM / STEP_SIZE);
-    if (!fc->return_guard) place_return_guard(fc, sp);
+    if (!within(sp, (char*)fc->control_stack_start, (char*)fc - (char*)fc->control_stack_start)
+        || needed <= open || open == n_steps(CONTROL)) return 0;
+    restart_breakpoint(context);
+    if (in_critical_section(th, context)) {
+        open_silently(fc, CONTROL, needed, sp);
+        postpone(th, context);
+    } else tell(th, fc, context, CONTROL, open);
     return 1;
 }
 
@@ -727,8 +771,8 @@ bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
 {
     struct thread* th = get_sb_vm_thread();
     struct fiber_context* fc = th ? th->fiber_context : 0;
-    if (!fc || info->si_code != SI_KERNEL || !make_signal_room(th, fc, context_sp(context))) return 0;
-    restart_breakpoint(context);
+    if (!fc || info->si_code != SI_KERNEL) return 0;
+    if (!make_signal_room(th, fc, context)) return 0;
     if (th->stop_signal_sent) pthread_kill(pthread_self(), SIG_STOP_FOR_GC);
     static const int lost[] = { SIGURG, SIGALRM, SIGCHLD };
     for (int i = 0; i < 3; ++i) pthread_kill(pthread_self(), lost[i]);
@@ -788,7 +832,8 @@ bool fiber_overflow_pending(struct thread* th)
 
 /* The last thing that a trap for pending interrupts does. See the head of
  * assembly/x86-64/fiber.lisp for the first case; the second is an overflow of which the
- * fiber could not be told inside pseudo-atomic. */
+ * fiber could not be told before. A collection alone does not count, which needs more stack
+ * than what comes next may need. */
 void fiber_settle_pending(struct thread* th, os_context_t* context)
 {
     if (thread_interrupt_data(th).pending_handler && read_TLS(INTERRUPTS_ENABLED, th) == NIL) {
@@ -798,8 +843,8 @@ void fiber_settle_pending(struct thread* th, os_context_t* context)
     struct fiber_context* fc = th->fiber_context;
     if (!fc || !guards_of(fc)->pending) return;
     clear_pseudo_atomic_interrupted(th);
-    guards_of(fc)->pending = 0;
-    tell(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
+    if (context_sp(context) < control_base(fc) + SIGNAL_ROOM / 2 && !in_critical_section(th, context))
+        tell(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
 }
 
 #endif
