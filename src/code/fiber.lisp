@@ -30,9 +30,13 @@
 ;;;;   fiber-timers   the deadline heap
 ;;;;   fiber-stack    stacks, and what a fiber starts with; runtime/fiber.c for the collector
 ;;;;   fiber-poller   who waits for which descriptor
+;;;;   fiber-wait     where a fiber may wait, deadlines, interruptions
+;;;;   fiber-carrier  what becomes of a scheduler whose carrier blocks
 ;;;;   fiber-parking  who waits for which word: mutexes and all that is made of them
 ;;;;   fiber-io       what stands in for the system calls that wait
-;;;;   fiber-group    starting, submitting, joining, ending
+;;;;   fiber-life     a fiber from its making to its end, as users see it
+;;;;   fiber-group    groups of carriers, as users see them
+;;;;   fiber-inspect  looking into a fiber from outside
 ;;;; The switch itself is assembly/x86-64/fiber.
 ;;;;
 ;;;; The phases of a fiber, in its slot PHASE, moved by compare-and-swap:
@@ -394,126 +398,6 @@ what the fiber waits for, for those who look at it from outside. With interrupts
     (or (carrier-scheduler carrier)
         (svref (fiber-group-schedulers (truly-the fiber-group (fiber-group fiber))) 0))))
 
-;;;; zones: where a fiber may park, and whether it may go elsewhere
-
-(declaim (inline zone))
-(defun zone (fiber)
-  "How FIBER, which is running, can wait: :FREE it can park and be resumed anywhere, :PINNED
-it can park and must be resumed on this OS thread, :NATIVE it must not leave its carrier.
- - GC is inhibited: the collector would find a suspended stack that must not be seen;
- - code pages are pinned, or an arena is in use: that is the OS thread's state;
- - the allocator's mutex is held: its other users wait natively, with GC inhibited.
-In a signal handler and in a foreign callback there are addresses of the OS thread on the stack."
-  (cond ((or *gc-inhibit*
-             (not (eql *gc-pin-code-pages* 0))
-             (/= 0 (sap-int (sb-vm::current-thread-offset-sap sb-vm::thread-arena-slot)))
-             (sb-thread:holding-mutex-p sb-vm::*allocator-mutex*))
-         :native)
-        ((or (/= (fiber-pin-count fiber) 0) (live-signal-context-p)) :pinned)
-        (t :free)))
-
-(defun prepare-zone (fiber)
-  "Tell who resumes FIBER where it must be done."
-  (setf (fiber-home fiber)
-        (and (eq (zone fiber) :pinned)
-             *carrier*))
-  (when (/= 0 (context-word (context-of fiber) guards))
-    (alien-funcall (extern-alien "fiber_rearm_guards" (function void)))))
-
-(declaim (ftype (sfunction () boolean) can-park-p))
-(defun can-park-p ()
-  "Is a fiber running that can leave its carrier here?"
-  (let ((fiber (current-fiber)))
-    (and fiber (not (eq (zone fiber) :native)))))
-
-;;;; time
-
-(declaim (ftype (sfunction (unsigned-byte) fixnum) nanoseconds-from-now))
-(defun nanoseconds-from-now (nanoseconds)
-  "The deadline that is NANOSECONDS away."
-  (min (+ (fiber-now) nanoseconds) (1- most-positive-fixnum)))
-
-(defun seconds-to-nanoseconds (seconds)
-  "SECONDS, a non-negative real, in nanoseconds, rounded up; thirty years if that is less."
-  (declare (type (real 0) seconds))
-  (if (< seconds 1000000000)
-      (values (ceiling (* (rational seconds) 1000000000)))
-      (expt 10 18)))
-
-(defun seconds-from-now (seconds)
-  "The deadline that is SECONDS, a non-negative real, away."
-  (nanoseconds-from-now (seconds-to-nanoseconds seconds)))
-
-(declaim (inline deadline-passed-p))
-(defun deadline-passed-p (deadline)
-  (declare (type (or null fixnum) deadline))
-  (and deadline (>= (fiber-now) deadline)))
-
-;;;; interruptions: functions that others want a fiber to call
-
-;;; They are called at the points where a fiber parks. Who parks with interrupts off, and did
-;;; not ask to be interruptible, is interrupted later, as a thread is.
-(declaim (ftype (sfunction (fiber function) boolean) %interrupt-fiber))
-(defun %interrupt-fiber (fiber function)
-  "Let FIBER call FUNCTION when it next parks, or now if it is parked. Return false if it has ended."
-  (loop
-    (when (= (fiber-phase-only fiber) +dead+) (return nil))
-    (let ((old (fiber-interruptions fiber)))
-      (when (eq (cas (fiber-interruptions fiber) old (append old (list function))) old)
-        (unpark fiber)
-        (return t)))))
-
-(defun next-interruption (fiber)
-  (loop
-    (let ((old (fiber-interruptions fiber)))
-      (when (or (null old) (eq (cas (fiber-interruptions fiber) old (cdr old)) old))
-        (return (car old))))))
-
-(defun run-interruptions (fiber)
-  (loop
-    (let ((function (next-interruption fiber)))
-      (unless function (return))
-      (without-interrupts
-        (allow-with-interrupts (funcall (the function function)))))))
-
-(defun run-allowed-interruptions (fiber)
-  (when (and *interrupts-enabled* (fiber-interruptions fiber))
-    (run-interruptions fiber)))
-
-;;;; the simplest things to wait for
-
-(defun park-until (deadline)
-  "Park until DEADLINE, or for ever if it is NIL. Interruptions run, and the wait goes on."
-  (let ((fiber (truly-the fiber *current-thread*)))
-    (loop
-      (run-allowed-interruptions fiber)
-      (when (deadline-passed-p deadline) (return))
-      (without-interruptions (park :sleep deadline)))))
-
-(defun sleep-in-fiber (nanoseconds)
-  "What SLEEP does in a fiber."
-  (park-until (nanoseconds-from-now nanoseconds)))
-
-;;; Not a yield of each call: the fibers in front would cost more than the call.
-(defun spend-budget ()
-  "Called in a fiber after a call that could have waited did not."
-  (let ((carrier (truly-the carrier *carrier*)))
-    (when (minusp (decf (carrier-budget carrier)))
-      (fiber-yield))))
-
-(declaim (ftype (sfunction () null) fiber-yield))
-(defun fiber-yield ()
-  "Let the other fibers that can run do so before this one goes on. In a thread that runs
-no fiber, yield the processor."
-  (cond ((can-park-p)
-         (let ((fiber (truly-the fiber *current-thread*)))
-           (run-allowed-interruptions fiber)
-           (without-interruptions
-             (prepare-zone fiber)
-             (leave :yield))))
-        (t (alien-funcall (extern-alien "thread_yield" (function int)))))
-  nil)
-
 ;;;; the work of a carrier
 
 (defun collect-expired (scheduler)
@@ -661,87 +545,3 @@ no fiber, yield the processor."
               ((eq (fiber-group-state (carrier-group carrier)) :stopped) (return))
               (t (sleep-in-poller carrier scheduler)))))
     (run-pending-handlers)))
-
-;;;; spare carriers
-
-;;; Before a carrier blocks in the kernel with a fiber on it, or in a handler on its own
-;;; stack, it gives its scheduler away: what it waits for may be done by a fiber of that very
-;;; scheduler. The group keeps a spare carrier ready, asleep on its alarm, because a thread cannot
-;;; be made at this point: MAKE-THREAD takes locks. It keeps the scheduler; the old
-;;; carrier becomes a spare once its fiber parks.
-
-(defun sleep-on-alarm (carrier)
-  (with-pinned-objects (carrier)
-    (%futex-wait (carrier-alarm-address carrier) 0 -1 0))
-  (setf (carrier-alarm carrier) 0)
-  (barrier (:memory)))
-
-(defun put-in-place (places object)
-  "Put OBJECT in a free place of PLACES. Return false if there is none."
-  (declare (simple-vector places))
-  (dotimes (i (length places))
-    (when (eql (cas (svref places i) 0 object) 0) (return t))))
-
-(defun take-from-place (places)
-  "Remove and return an object from PLACES, or return NIL."
-  (declare (simple-vector places))
-  (dotimes (i (length places))
-    (let ((object (svref places i)))
-      (when (and (not (eql object 0)) (eq (cas (svref places i) object 0) object))
-        (return object)))))
-
-(defun ring-manager (group)
-  (when (= (cas (fiber-group-manager-alarm group) 0 1) 0)
-    (with-pinned-objects (group)
-      (%futex-wake (fiber-group-manager-alarm-address group) 1))))
-
-(defun all-free-p (places)
-  (declare (simple-vector places))
-  (loop for object across places always (eql object 0)))
-
-(defun place-orphans (group)
-  "Give schedulers of GROUP that nobody serves to spares. Called by who has added one of either: of two
-who do so at a time the second sees both."
-  (let ((orphans (fiber-group-orphans group))
-        (spares (fiber-group-spares group)))
-    (loop
-      (when (all-free-p orphans) (return))
-      (let ((spare (take-from-place spares)))
-        (unless spare (return))
-        (let ((orphan (take-from-place orphans)))
-          (cond (orphan
-                 (setf (carrier-scheduler (truly-the carrier spare)) orphan)
-                 (wake-carrier spare))
-                (t (put-in-place spares spare))))))))
-
-(defun give-scheduler-away (carrier)
-  "Let a spare of the group serve the scheduler of CARRIER, which is going to block."
-  (let ((scheduler (carrier-scheduler carrier))
-        (group (truly-the fiber-group (carrier-group carrier))))
-    (when scheduler
-      (setf (carrier-scheduler carrier) nil)
-      (put-in-place (fiber-group-orphans group) scheduler)
-      (place-orphans group)
-      (ring-manager group))))
-
-(declaim (inline announce-blocking))
-(defun announce-blocking ()
-  "This thread is going to block in the kernel, perhaps until some fiber has run."
-  (let ((carrier *carrier*))
-    (when carrier (give-scheduler-away (truly-the carrier carrier)))))
-
-(defun idle-as-spare (carrier group)
-  "Sleep until there is a scheduler for CARRIER, or a fiber in its inbox."
-  (put-in-place (fiber-group-spares group) carrier)
-  (place-orphans group)
-  (loop until (or (carrier-scheduler carrier) (eq (fiber-group-state group) :stopped))
-        do (sleep-on-alarm carrier)
-           (run-inbox carrier)
-           (run-pending-handlers)))
-
-(defun carrier-loop (carrier)
-  (let ((group (truly-the fiber-group (carrier-group carrier))))
-    (loop until (eq (fiber-group-state group) :stopped)
-          do (if (carrier-scheduler carrier)
-                 (serve-scheduler carrier)
-                 (idle-as-spare carrier group)))))

@@ -1,0 +1,390 @@
+;;;; a fiber from its making to its end, as users see it
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+(define-structure-slot-addressor fiber-ended-address :structure fiber :slot ended)
+(define-structure-slot-addressor fiber-group-alive-address :structure fiber-group :slot alive)
+
+(define-load-time-global *default-group* nil)
+(declaim (type (or null fiber-group) *default-group*))
+
+(define-load-time-global *fiber-storage-lock* (sb-thread:make-mutex :name "fiber memory"))
+
+(define-condition fiber-failed (sb-thread:join-thread-error)
+  ((cause :initarg :cause :reader fiber-failed-cause))
+  (:report (lambda (condition stream)
+             (format stream "Joining ~S failed: it ended with~@:_~@<  ~@;~A~:>"
+                     (sb-thread:thread-error-thread condition)
+                     (fiber-failed-cause condition))))
+  (:documentation "Signalled by FIBER-JOIN when the fiber was ended by an error that nothing handled.
+FIBER-FAILED-CAUSE is that error."))
+
+;;;; the fiber
+
+(defmethod print-object ((fiber fiber) stream)
+  (print-unreadable-object (fiber stream :type t :identity t)
+    (multiple-value-bind (state reason) (fiber-state fiber)
+      (format stream "~@[~S ~]~(~A~)~@[ on ~A~]" (fiber-%name fiber) state
+              (typecase reason
+                (null nil)
+                (fd-cell (format nil "descriptor ~D" (fd-cell-fd reason)))
+                (cons "a lock, with a time-out") ; its owner's, and on its stack
+                (t reason))))))
+
+(declaim (ftype (sfunction ((or symbol function) &key (:name t) (:stack-size unsigned-byte)
+                                                 (:initial-bindings list))
+                           fiber)
+                make-fiber))
+(defun make-fiber (function &key name (stack-size *default-stack-size*) initial-bindings)
+  "Return a new fiber that will call FUNCTION, a function designator, without arguments once it has
+been submitted. NAME is a string or NIL. STACK-SIZE is in bytes of control stack, at least 64 KiB and
+at most 1 GiB; it is rounded up. INITIAL-BINDINGS is an alist of symbols and the values
+to which they are bound in the fiber."
+  (declare (explicit-check))
+  (let ((function (fiber-function-argument function)))
+    (unless (typep stack-size `(integer ,(* 64 1024) ,(ash 1 30)))
+      (error 'simple-type-error
+             :datum stack-size :expected-type `(integer ,(* 64 1024) ,(ash 1 30))
+             :format-control "~@<The stack size ~S is not an integer between 64 KiB and 1 GiB.~:@>"
+             :format-arguments (list stack-size)))
+    (%make-fiber (and name (possibly-base-stringize-to-heap (string name)))
+                 *fiber-storage-lock* function stack-size
+                 (check-initial-bindings initial-bindings))))
+
+(defun fiber-function-argument (function)
+  (typecase function
+    (function function)
+    ((and symbol (not null)) (coerce function 'function))
+    (t (error 'simple-type-error
+              :datum function :expected-type '(or function symbol)
+              :format-control "~@<~S is not a function to be run by a fiber; give MAKE-FIBER a ~
+                               function without arguments.~:@>"
+              :format-arguments (list function)))))
+
+(defun check-initial-bindings (bindings)
+  (unless (and (proper-list-p bindings)
+               (every (lambda (entry) (and (consp entry) (symbolp (car entry)))) bindings))
+    (error 'simple-type-error
+           :datum bindings :expected-type 'list
+           :format-control "~@<The initial bindings ~S are not a list of conses of a symbol and ~
+                            a value.~:@>"
+           :format-arguments (list bindings)))
+  (copy-alist bindings))
+
+(declaim (ftype (sfunction (fiber) (or null string)) fiber-name))
+(defun fiber-name (fiber)
+  "The name of FIBER, a string or NIL."
+  (fiber-%name fiber))
+
+(declaim (ftype (sfunction (fiber) (values symbol t)) fiber-state))
+(defun fiber-state (fiber)
+  "The state of FIBER: :NEW, :RUNNABLE, :RUNNING, :PARKED, :FINISHED, or :ABORTED, and
+as second value what it waits for if it is parked. It may have changed when this returns."
+  (let ((phase (fiber-phase-only fiber)))
+    (cond ((= phase +new+) (values :new nil))
+          ((= phase +dead+) (values (if (listp (fiber-result fiber)) :finished :aborted) nil))
+          ((= phase +active+) (values (if (fiber-carrier fiber) :running :runnable) nil))
+          (t (values :parked (fiber-wait-reason fiber))))))
+
+(declaim (ftype (sfunction (fiber) boolean) fiber-alive-p))
+(defun fiber-alive-p (fiber)
+  "True if FIBER has not ended."
+  (/= (fiber-phase-only fiber) +dead+))
+
+(declaim (ftype (sfunction () boolean) fiber-can-park-p))
+(defun fiber-can-park-p ()
+  "True if what waits here parks a fiber: one is running, and it is in no place where it must not
+leave its carrier."
+  (can-park-p))
+
+(defmacro with-fiber-pinned (&body body)
+  "Execute BODY such that a fiber that parks in it is resumed by the same OS thread. In a thread
+that runs no fiber this is PROGN."
+  (with-unique-names (thunk)
+    `(dx-flet ((,thunk () ,@body))
+       (call-with-fiber-pinned #',thunk))))
+
+(defun call-with-fiber-pinned (function)
+  (declare (function function) (dynamic-extent function))
+  (let ((fiber (current-fiber)))
+    (if fiber
+        (unwind-protect
+             (progn (incf (fiber-pin-count fiber))
+                    (funcall function))
+          (decf (fiber-pin-count fiber)))
+        (funcall function))))
+
+;;;; a fiber's first and last moments
+
+;;; The catch tags are those of a thread, see RUN in target-thread.lisp; 'FIBER-LOST is where
+;;; a fiber without any stack left is cut back to.
+(defun %run-fiber ()
+  (after-switch)
+  (let ((fiber (truly-the fiber *current-thread*)))
+    (catch 'fiber-lost
+      (setf (context-word (context-of fiber) base-catch-block)
+            (get-lisp-obj-address sb-vm:*current-catch-block*))
+      ;; CATCH-RUNAWAY-UNWIND takes the end of the chain of cleanups for the end of the
+      ;; stack: the catch tags of the fiber must lie within one.
+      (unwind-protect
+           (progn (setq *interrupts-enabled* t)
+                  (call-fiber-function fiber))
+        (setq *interrupts-enabled* nil)))
+    (setq *interrupts-enabled* nil) ; FIBER-LOST does not pass the cleanup
+    (when (eq (fiber-failure fiber) t) (report-loss fiber))
+    (end-fiber fiber)))
+
+(defun report-loss (fiber)
+  (setf (fiber-failure fiber) (make-condition 'fiber-stack-lost :fiber fiber))
+  (ignore-errors
+    (format *error-output* "~&~A~%" (fiber-failure fiber))
+    (finish-output *error-output*)))
+
+(defun call-fiber-function (fiber)
+  (when *interrupt-pending* (sb-unix::receive-pending-interrupt))
+  (catch 'sb-impl::toplevel-catcher
+    (catch 'sb-impl::%end-of-the-world
+      (catch 'sb-thread::%abort-thread
+        (restart-bind ((abort (lambda () (throw 'sb-thread::%abort-thread nil))
+                         :report-function
+                         (lambda (stream) (format stream "~@<abort fiber (~a)~@:>" fiber))))
+          (setf (fiber-result fiber)
+                (multiple-value-list
+                 (catch 'sb-thread::%return-from-thread
+                   (sb-c::inspect-unwinding
+                    (call-with-initial-bindings fiber)
+                    #'sb-di::catch-runaway-unwind))))))))
+  (when *exit-in-progress* (exit-from-thread)))
+
+;;; EXIT has unwound the fiber that called it. What comes next is for a thread: it waits
+;;; for the others, and ends the process in the main one.
+(defun exit-from-thread ()
+  (let ((code (shiftf *exit-in-progress* nil))
+        (timeout *exit-timeout*))
+    (when (sb-thread:holding-mutex-p sb-impl::*exit-lock*)
+      (sb-thread:release-mutex sb-impl::*exit-lock*))
+    (sb-thread:make-thread (lambda () (exit :code code :timeout timeout)) :name "exit")))
+
+(defun call-with-initial-bindings (fiber)
+  (let ((function (the function (shiftf (fiber-function fiber) nil)))
+        (bindings (shiftf (fiber-initial-bindings fiber) nil)))
+    (run-allowed-interruptions fiber)
+    (if bindings
+        (progv (mapcar #'car bindings) (mapcar #'cdr bindings)
+          (funcall function))
+        (funcall function))))
+
+;;; Once the fiber is dead, it may be joined and forgotten, while it still runs here: what
+;;; comes after is between the carrier and the stack.
+(defun end-fiber (fiber)
+  (let ((group (truly-the fiber-group (fiber-group fiber))))
+    (declare-dead fiber)
+    (leave-group group)
+    (leave :end)
+    (bug "A fiber was resumed after its end.")))
+
+(defun declare-dead (fiber)
+  (setf (fiber-function fiber) nil
+        (fiber-initial-bindings fiber) nil
+        (fiber-interruptions fiber) nil
+        (sb-thread::thread-waiting-for fiber) nil)
+  (loop (let ((phase (fiber-phase fiber)))
+          (when (phase-becomes-p fiber phase +dead+) (return))))
+  ;; Who has joined it must not find it among the living.
+  (unless (= (fiber-context fiber) 0) (retire-index fiber))
+  (setf (fiber-ended fiber) 1)
+  (with-pinned-objects (fiber)
+    (wake-on-word (fiber-ended-address fiber) (ash 1 29))))
+
+(defun leave-group (group)
+  (when (= (atomic-decf (fiber-group-alive group)) 1)
+    (with-pinned-objects (group)
+      (wake-on-word (fiber-group-alive-address group) (ash 1 29)))))
+
+;;; Called by the runtime in place of what ran into the hard guard.
+(defun fiber-stack-lost ()
+  (setf (fiber-failure (truly-the fiber *current-thread*)) t) ; there is no room for more
+  (throw 'fiber-lost nil))
+
+(define-condition fiber-stack-lost (storage-condition)
+  ((fiber :initarg :fiber :reader fiber-stack-lost-fiber))
+  (:report (lambda (condition stream)
+             (format stream "~@<~S has used up a stack and its reserve as well, and ended without ~
+                             running its cleanup forms.~:@>"
+                     (fiber-stack-lost-fiber condition))))
+  (:documentation "What FIBER-FAILED-CAUSE returns for a fiber that exhausted a stack while it handled
+the exhaustion."))
+
+;;; Called instead of ending the process, where the debugger is disabled.
+(defun fail-with (condition)
+  "End the running fiber because of CONDITION, which nothing has handled."
+  (let ((fiber (truly-the fiber *current-thread*)))
+    (report-failure fiber condition)
+    (setf (fiber-failure fiber) condition)
+    (throw 'sb-thread::%abort-thread nil)))
+
+(defun report-failure (fiber condition)
+  (ignore-errors
+    (with-standard-io-syntax
+      (let ((*print-readably* nil))
+        (format *error-output* "~&~@<Unhandled ~S in ~S, which ends: ~2I~_~A~:>~2%"
+                (type-of condition) fiber condition)
+        (sb-debug:print-backtrace :stream *error-output* :count 100 :emergency-best-effort t)
+        (finish-output *error-output*)))))
+
+;;;; submitting and joining
+
+(declaim (ftype (sfunction (t t) fiber) submit-fiber))
+(defun submit-fiber (group fiber)
+  "Let the carriers of GROUP run FIBER, which is new, and return it. GROUP is what START-FIBERS
+returned, or T for the default group. Signals an error if FIBER was submitted before or
+GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is no stack to be had."
+  (let ((group (group-argument group)))
+    (unless (fiber-p fiber)
+      (error 'simple-type-error :datum fiber :expected-type 'fiber
+             :format-control "~@<~S is not a fiber; MAKE-FIBER makes one.~:@>"
+             :format-arguments (list fiber)))
+    (enter-group group fiber)
+    (without-interruptions (make-runnable fiber))
+    fiber))
+
+(defun group-argument (group)
+  (cond ((fiber-group-p group) group)
+        ((eq group t)
+         (or *default-group*
+             (error 'simple-program-error
+                    :format-control "~@<There is no default group of fibers: call (START-FIBERS) ~
+                                     first.~:@>")))
+        (t (error 'simple-type-error :datum group :expected-type '(or fiber-group (eql t))
+                  :format-control "~@<~S is not a group of fibers; START-FIBERS returns one.~:@>"
+                  :format-arguments (list group)))))
+
+(defun misuse (fiber control &rest arguments)
+  (error 'sb-thread::simple-thread-error :thread fiber
+         :format-control control :format-arguments arguments))
+
+(defun enter-group (group fiber)
+  (unless (phase-becomes-p fiber +new+ +parking+) ; nobody else submits it now
+    (misuse fiber "~@<~S has been submitted already; make another fiber to call its function ~
+                   again.~:@>" fiber))
+  (atomic-incf (fiber-group-alive group))
+  (handler-bind ((storage-condition (lambda (condition)
+                                      (declare (ignore condition))
+                                      (undo-enter-group group fiber))))
+    (unless (eq (fiber-group-state group) :running)
+      (undo-enter-group group fiber)
+      (misuse fiber "~@<~S cannot run in ~S, which is finished; START-FIBERS starts another ~
+                     group.~:@>" fiber group))
+    (allocate-stack fiber))
+  (setf (fiber-group fiber) group
+        (fiber-phase fiber) +active+))
+
+(defun undo-enter-group (group fiber)
+  (setf (fiber-phase fiber) +new+)
+  (leave-group group))
+
+(declaim (ftype (sfunction (fiber &key (:default t) (:timeout (or null (real 0)))) *) fiber-join))
+(defun fiber-join (fiber &key (default nil defaultp) timeout)
+  "Wait until FIBER has ended and return the values of its function. Waits at most TIMEOUT seconds.
+If that is over, or FIBER ended abnormally, return DEFAULT and :TIMEOUT or :ABORT, or
+signal a JOIN-THREAD-ERROR if DEFAULT is not given: FIBER-FAILED if it ended by an error."
+  (when (eq fiber *current-thread*)
+    (error 'sb-thread:join-thread-error :thread fiber :problem :self-join))
+  (let ((problem (cond ((not (wait-for-end fiber timeout)) :timeout)
+                       ((not (listp (fiber-result fiber))) :abort))))
+    (cond ((not problem) (values-list (fiber-result fiber)))
+          (defaultp (values default problem))
+          ((and (eq problem :abort) (fiber-failure fiber))
+           (error 'fiber-failed :thread fiber :problem :abort :cause (fiber-failure fiber)))
+          (t (error 'sb-thread:join-thread-error :thread fiber :problem problem)))))
+
+(defun wait-for-end (fiber timeout)
+  (wait-while-equal fiber (fiber-ended-address fiber) 0 timeout))
+
+(defun wait-while-equal (object address value timeout)
+  "Wait until the word at ADDRESS, in the pinned OBJECT, is not VALUE. Return false if TIMEOUT seconds
+are over before."
+  (with-pinned-objects (object)
+    (multiple-value-bind (to-sec to-usec stop-sec stop-usec deadlinep)
+        (sb-impl::decode-timeout timeout)
+      (loop
+        (unless (= (sap-ref-32 (int-sap address) 0) value) (return t))
+        (when (eql futex-timed-out (wait-on-word address value (or to-sec -1) (or to-usec 0)))
+          (if deadlinep (sb-sys:signal-deadline) (return nil)))
+        (when to-sec
+          (setf (values to-sec to-usec)
+                (sb-impl::relative-decoded-times stop-sec stop-usec)))))))
+
+;;;; interrupting
+
+(declaim (ftype (sfunction (fiber function) null) interrupt-fiber))
+(defun interrupt-fiber (fiber function)
+  "Let FIBER call FUNCTION, without arguments, where it is parked or when it parks next. If FUNCTION
+returns, the wait goes on. Signals an INTERRUPT-THREAD-ERROR if FIBER has ended."
+  (unless (%interrupt-fiber fiber function)
+    (error 'sb-thread:interrupt-thread-error :thread fiber))
+  nil)
+
+(declaim (ftype (sfunction (fiber) null) terminate-fiber))
+(defun terminate-fiber (fiber)
+  "End FIBER where it is parked, or when it parks next, unwinding its stack: cleanup forms run, and
+joining it finds it aborted. A fiber that was not submitted never runs. Signals an
+INTERRUPT-THREAD-ERROR if FIBER has ended."
+  (if (phase-becomes-p fiber +new+ +parking+)
+      (declare-dead fiber)
+      (interrupt-fiber fiber #'sb-thread:abort-thread)))
+
+;;;; what users park for
+
+(declaim (ftype (sfunction ((real 0)) null) fiber-sleep))
+(defun fiber-sleep (seconds)
+  "As SLEEP."
+  (sleep seconds))
+
+(declaim (ftype (sfunction (&key (:timeout (or null (real 0))) (:reason t)) boolean) fiber-park))
+(defun fiber-park (&key timeout (reason :park))
+  "Park the running fiber until FIBER-UNPARK is called on it, or return at once if that has been done
+since it last returned from here. Returns false if TIMEOUT seconds are over before. REASON is for those
+who look at the fiber."
+  (unless (can-park-p)
+    (misuse *current-thread* "~@<~S cannot park here: ~:[it is no fiber~;it must not leave its ~
+                              carrier~].~:@>" *current-thread* (in-fiber-p)))
+  (let ((fiber (truly-the fiber *current-thread*))
+        (deadline (and timeout (seconds-from-now timeout))))
+    (loop
+      (run-allowed-interruptions fiber)
+      (when (= (cas (fiber-user-permit fiber) 1 0) 1) (return t))
+      (when (deadline-passed-p deadline) (return nil))
+      (without-interruptions (park reason deadline)))))
+
+(declaim (ftype (sfunction (fiber) null) fiber-unpark))
+(defun fiber-unpark (fiber)
+  "End the FIBER-PARK of FIBER, or the next one if it is not parked there."
+  (setf (fiber-user-permit fiber) 1)
+  (barrier (:memory))
+  (unpark fiber))
+
+(declaim (ftype (sfunction (function &key (:timeout (or null (real 0)))) t) fiber-wait-for))
+(defun fiber-wait-for (predicate &key timeout)
+  "Wait until PREDICATE, a function without arguments, returns true, and return what it returned;
+NIL if TIMEOUT seconds are over before. It is called now and then, at most every tenth of a second,
+as SB-EXT:WAIT-FOR does it: where somebody can tell, use FIBER-UNPARK or a condition variable."
+  (let ((deadline (and timeout (seconds-from-now timeout)))
+        (pause 1/1000))
+    (loop
+      (let ((value (funcall predicate)))
+        (cond (value (return value))
+              ((deadline-passed-p deadline) (return nil))))
+      (sleep (if deadline
+                 (min pause (seconds-until deadline))
+                 pause))
+      (setf pause (min 1/10 (* 2 pause))))))
