@@ -55,6 +55,19 @@
            options)
     all))
 
+(test orders-under-a-lock-do-not-count
+  (flet ((write-thrice (bucket)
+           (steps::with-tiny-lock ((steps::bucket-lock bucket))
+             (loop repeat 3 do (write-word 0 1)))))
+    (is (= 2 (count-orders (history ((bucket (sb-fiber::make-bucket)))
+                               (("a" (write-thrice bucket)) ("b" (write-thrice bucket)))))))
+    (is (= 4 (count-orders (history ((bucket (sb-fiber::make-bucket)))
+                               (("a" (write-thrice bucket)) ("b" (write-word 0 1)))))))
+    ;; Each has a lock of its own, which is no use.
+    (is (= 20 (count-orders (history ()
+                                (("a" (write-thrice (sb-fiber::make-bucket)))
+                                 ("b" (write-thrice (sb-fiber::make-bucket))))))))))
+
 ;;; What Intel's and AMD's manuals promise: a read may be early, all else is in order.
 (test store-buffers
   (flet ((both-read (&rest options)
@@ -70,6 +83,11 @@
     (is (not (member '(0 0) (both-read) :test #'equal)))
     (is (member '(0 0) (both-read :store-buffers t) :test #'equal))
     (is (not (member '(1 (1 0)) (pass-message :store-buffers t) :test #'equal)))))
+
+;;;; the source
+
+(test all-that-is-called-is-read
+  (is (null (missing-definitions))))
 
 ;;;; the run queue
 

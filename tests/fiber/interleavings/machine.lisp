@@ -16,7 +16,7 @@
 ;;; stub for who parks; histories of carriers use the real one.
 (define-all-from-source)
 (define-from-source (subst 'steps::queue-fiber 'steps::make-runnable
-                           (find-in-source "MAKE-RUNNABLE" "fiber")))
+                           (find-definition "MAKE-RUNNABLE")))
 
 (defun problem (condition control &rest arguments)
   "What a check returns: a string if CONDITION is true."
@@ -124,7 +124,7 @@
   (let ((kernel *kernel*))
     (perform :locked kernel 'lock (lambda () (setf (kernel-lock kernel) t))
              (lambda () (not (kernel-lock kernel))))
-    (multiple-value-prog1 (funcall function kernel)
+    (multiple-value-prog1 (let ((*locks* (cons kernel *locks*))) (funcall function kernel))
       (perform :locked kernel 'lock (lambda () (setf (kernel-lock kernel) nil))))))
 
 (defun fall-asleep (address expected)

@@ -13,7 +13,8 @@
 ;;; src/code: into the package STEPS, in which all symbols are those that SB-FIBER has, but for
 ;;; the accessors of shared slots, the operations on memory, and the functions so read. So a
 ;;; change of the source is a change of what is tested. A function that is not named below is called
-;;; as it is, in one step: whoever makes a new one out of such a path names it here.
+;;; as it is, in one step, and sees the runtime that runs the explorer: whoever makes a new one out of
+;;; such a path names it here. A test says which are missing.
 ;;;
 ;;; A planted bug is a form of such a function that is replaced by another; a test that
 ;;; plants a form that is not there fails.
@@ -42,32 +43,25 @@
   "Accessors of what several threads use.")
 
 (defparameter *definitions*
-  '(("fiber-deque"
-     "RUN-QUEUE-PLACE" "RUN-QUEUE-LENGTH" "RUN-QUEUE-PUT" "RUN-QUEUE-TAKE" "RUN-QUEUE-STEAL")
-    ("fiber-injector"
-     "INJECTOR-PUT" "INJECTOR-TAKE")
-    ("fiber-timers"
-     "HEAP-PLACE" "HEAP-SIFT-UP" "HEAP-SIFT-DOWN" "HEAP-NOTE-NEAREST" "HEAP-DELETE-AT"
-     "HEAP-ENSURE-ROOM" "HEAP-INSERT" "HEAP-REMOVE" "HEAP-TAKE-EXPIRED")
-    ("fiber-poller"
-     "APPEND-WAITER" "UNCHAIN-WAITER" "TAKE-WAITER" "WANTED-DIRECTIONS" "FD-CELL-DATA"
-     "ARM-CELL" "CHAIN-WAITER" "ADD-WAITER" "REMOVE-WAITER" "HANDLE-REPORT" "FORGET-FD" "RELEASE-CLOSED" "WAKE-POLLER")
-    ("fiber"
-     "PHASE-BECOMES-P" "TAKE-PERMIT" "UNPARK" "FINISH-PARKING" "PARK" "ENTER-DEADLINE"
-     "DEADLINE-PASSED-P"
-     "PUSH-CHAIN" "TAKE-CHAIN" "WAKE-CARRIER" "WAKE-ONE-IDLE" "CALL-FOR-HELP" "INJECT"
-     "COLLECT-INJECTED" "STEAL-WORK" "LOOK-AROUND" "SEARCH-FOR-WORK" "ENTER-IDLE" "LEAVE-IDLE"
-     "SOMETHING-TO-DO-P" "SLEEP-IN-POLLER" "COLLECT-EXPIRED" "RUN-INBOX" "SERVE-SCHEDULER"
-     "SLEEP-ON-ALARM" "PUT-IN-PLACE" "TAKE-FROM-PLACE" "RING-MANAGER" "PLACE-ORPHANS"
-     "GIVE-SCHEDULER-AWAY" "IDLE-AS-SPARE" "CARRIER-LOOP")
-    ("fiber-io"
-     "WAIT-FOR-FD" "NOTE-CLOSE")
-    ("fiber-parking"
-     "ENTER-BUCKET" "LEAVE-BUCKET" "TAKE-FROM-BUCKET" "WAIT-IN-BUCKET" "WAIT-NATIVELY"
-     "WAKE-FIBER" "WAKE-NATIVES" "WAKE-IN-TURN" "WAKE-ON-WORD")
-    ("fiber-group"
-     "CALL-WITH-FIBER-HELD" "NEED-SPARE-P" "RUN-MANAGER"))
-  "Files, and the names of the functions and macros that are read from them.")
+  '("RUN-QUEUE-PLACE" "RUN-QUEUE-LENGTH" "RUN-QUEUE-PUT" "RUN-QUEUE-TAKE" "RUN-QUEUE-STEAL"
+    "INJECTOR-PUT" "INJECTOR-TAKE"
+    "HEAP-PLACE" "HEAP-SIFT-UP" "HEAP-SIFT-DOWN" "HEAP-NOTE-NEAREST" "HEAP-DELETE-AT"
+    "HEAP-ENSURE-ROOM" "HEAP-INSERT" "HEAP-REMOVE" "HEAP-TAKE-EXPIRED"
+    "APPEND-WAITER" "UNCHAIN-WAITER" "TAKE-WAITER" "WANTED-DIRECTIONS" "FD-CELL-DATA"
+    "ARM-CELL" "CHAIN-WAITER" "ADD-WAITER" "REMOVE-WAITER" "HANDLE-REPORT"
+    "FORGET-FD" "RELEASE-CLOSED" "WAKE-POLLER"
+    "PHASE-BECOMES-P" "TAKE-PERMIT" "UNPARK" "FINISH-PARKING" "PARK" "ENTER-DEADLINE"
+    "DEADLINE-PASSED-P"
+    "PUSH-CHAIN" "TAKE-CHAIN" "WAKE-CARRIER" "WAKE-ONE-IDLE" "CALL-FOR-HELP" "INJECT"
+    "COLLECT-INJECTED" "STEAL-WORK" "LOOK-AROUND" "SEARCH-FOR-WORK" "ENTER-IDLE" "LEAVE-IDLE"
+    "SOMETHING-TO-DO-P" "SLEEP-IN-POLLER" "COLLECT-EXPIRED" "RUN-INBOX" "SERVE-SCHEDULER"
+    "SLEEP-ON-ALARM" "PUT-IN-PLACE" "TAKE-FROM-PLACE" "RING-MANAGER" "PLACE-ORPHANS"
+    "GIVE-SCHEDULER-AWAY" "IDLE-AS-SPARE" "CARRIER-LOOP"
+    "WAIT-FOR-FD" "NOTE-CLOSE"
+    "ENTER-BUCKET" "LEAVE-BUCKET" "TAKE-FROM-BUCKET" "WAIT-IN-BUCKET" "WAIT-NATIVELY"
+    "WAKE-FIBER" "WAKE-NATIVES" "WAKE-IN-TURN" "WAKE-ON-WORD"
+    "CALL-WITH-FIBER-HELD" "NEED-SPARE-P" "RUN-MANAGER")
+  "Names of the functions and macros that are read, each macro before its users.")
 
 (defparameter *stubs*
   '("*CARRIER*" "PREPARE-ZONE" "NEAREST-SCHEDULER" "LEAVE" "MAKE-RUNNABLE" "FIBER-NOW"
@@ -81,8 +75,7 @@
 
 (defun make-steps-package ()
   (let ((package (make-package "STEPS" :use (package-use-list "SB-FIBER")))
-        (own (append *operations* *slots* *stubs* (mapcan (lambda (entry) (copy-list (cdr entry)))
-                                                          *definitions*))))
+        (own (append *operations* *slots* *stubs* *definitions*)))
     (shadow own package)
     (with-package-iterator (next "SB-FIBER" :internal :external)
       (loop
@@ -157,7 +150,7 @@ old value. With READY, wait until that is true of the value."
     (let ((holder (gensym)))
       `(let ((,holder ,object))
          (update-slot ',accessor ,holder (constantly 1) #'zerop)
-         (multiple-value-prog1 (progn ,@body)
+         (multiple-value-prog1 (let ((*locks* (cons ,holder *locks*))) ,@body)
            (setf (,accessor ,holder) 0))))))
 
 (defvar steps::*current-thread*)
@@ -174,24 +167,57 @@ old value. With READY, wait until that is true of the value."
     (read-from-string string t nil :start start)))
 
 (defun file-contents (file)
-  (with-open-file (stream (merge-pathnames (concatenate 'string file ".lisp")
-                                           *source-directory*))
+  (with-open-file (stream file :external-format :utf-8)
     (let* ((contents (make-string (file-length stream)))
            (end (read-sequence contents stream)))
       (subseq contents 0 end))))
 
+(defparameter *source*
+  (apply #'concatenate 'string
+         (mapcar #'file-contents
+                 (directory (merge-pathnames "fiber*.lisp" *source-directory*)))))
+
 ;;; Only what is wanted is read: other definitions have symbols that no longer exist.
-(defun find-in-source (name file)
-  (let ((contents (file-contents file)))
-    (dolist (definer '("defun" "defmacro") (error "There is no ~A in ~A.lisp." name file))
-      (let ((start (search (format nil "~%(~A ~(~A~) " definer name) contents)))
-        (when start (return (read-from contents start)))))))
+(defun find-in-source (name)
+  (dolist (definer '("defun" "defmacro"))
+    (let ((start (search (format nil "~%(~A ~(~A~) " definer name) *source*)))
+      (when start (return (read-from *source* start))))))
 
 (defun find-definition (name)
   "The form by which the function or macro NAME, a string, is defined."
-  (loop for (file . names) in *definitions*
-        when (member name names :test #'string=)
-        return (find-in-source name file)))
+  (or (find-in-source name) (error "There is no ~A in the source." name)))
+
+(defun names-in (form)
+  "The names of those symbols in FORM that SB-FIBER has, or that are replaced."
+  (let ((names '()))
+    (labels ((walk (form)
+               (typecase form
+                 (cons (walk (car form)) (walk (cdr form)))
+                 (sb-impl::comma (walk (sb-impl::comma-expr form)))
+                 (symbol (when (member (symbol-package form)
+                                       (list (find-package "SB-FIBER") (find-package "STEPS")))
+                           (pushnew (symbol-name form) names :test #'string=))))))
+      (walk form))
+    names))
+
+(defun missing-definitions ()
+  "Names of functions that those that are read call, and that use what is replaced, but are not read."
+  (let ((replaced (append *slots* *stubs* *definitions*))
+        (seen '())
+        (missing '()))
+    (labels ((look-at-names (form)
+               (dolist (name (names-in form))
+                 (unless (or (member name replaced :test #'string=)
+                             (member name seen :test #'string=))
+                   (push name seen)
+                   (look-at-function name))))
+             (look-at-function (name)
+               (let ((form (ignore-errors (find-in-source name))))
+                 (when (intersection (names-in (cddr form)) replaced :test #'string=)
+                   (push name missing))
+                 (look-at-names (cddr form)))))
+      (dolist (name *definitions*) (look-at-names (find-definition name))))
+    missing))
 
 ;;; What the explorer counts on is that errors are errors.
 (defun remove-optimization (form)
@@ -208,8 +234,8 @@ old value. With READY, wait until that is true of the value."
                              ,(remove-optimization form))))))
 
 (defun define-all-from-source ()
-  (loop for (nil . names) in *definitions*
-        do (loop for name in names do (define-from-source (find-definition name)))))
+  (dolist (name *definitions*)
+    (define-from-source (find-definition name))))
 
 ;;;; planting bugs
 
