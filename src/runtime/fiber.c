@@ -546,13 +546,16 @@ static void place_return_guard(struct fiber_context* fc, char* sp)
                      : (char*)ALIGN_UP((uword_t)sp, HARD_GUARD_SIZE));
 }
 
-/* If there is much of the control stack left, it was another one that overflowed. Put the return
- * guard below SP, and continue below that: so there is one for the first frames too. */
+/* If there is much of the control stack left, it was another one that overflowed. Let the return
+ * guard end with the page that SP is in, and continue below it: who comes again meets it before
+ * he has come as far, the first frames included. */
 static char* skip_return_guard(struct fiber_context* fc, char* sp)
 {
     char* guard = (char*)fc->return_guard;
-    if (guard && within(sp, guard, RETURN_GUARD_SIZE)) return guard; // that told us, nothing is in it
-    char* page = (char*)ALIGN_DOWN((uword_t)sp, HARD_GUARD_SIZE) - RETURN_GUARD_SIZE;
+    if (guard && within(sp, guard, RETURN_GUARD_SIZE)) return guard; // met it, but had come as far
+    char* page = (char*)ALIGN_DOWN((uword_t)sp, HARD_GUARD_SIZE);
+    if (page != context_page(fc)) page += HARD_GUARD_SIZE;
+    page -= RETURN_GUARD_SIZE;
     if (page < control_base(fc) + SIGNAL_ROOM) { place_return_guard(fc, sp); return sp; }
     set_return_guard(fc, page);
     return page;
@@ -684,7 +687,8 @@ static void tell(struct thread* th, struct fiber_context* fc, os_context_t* cont
     int room = step + handler_steps(stack), most = n_steps(stack) - n_steps(stack) / 4;
     open_steps(fc, stack, room < most ? room : most);
     if (stack == CONTROL) g->pending = 0;
-    *os_context_register_addr(context, reg_SP) = (os_context_register_t)skip_return_guard(fc, sp);
+    sp = skip_return_guard(fc, sp);
+    *os_context_register_addr(context, reg_SP) = (os_context_register_t)sp;
     g->told |= 1 << stack;
     g->told_at = sp - start;
     divert(context, stack == CONTROL ? StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR)
@@ -699,7 +703,7 @@ static bool told_again(struct thread* th, struct fiber_context* fc, os_context_t
     struct guards* g = guards_of(fc);
     int stack = g->told & (1 << BINDING) ? BINDING : ALIEN;
     if (!(g->told & (1 << stack)) || in_critical_section(th, context)
-        || fc->return_guard >= (lispobj)fc->control_stack_start + g->told_at) return 0;
+        || fc->return_guard > (lispobj)fc->control_stack_start + g->told_at) return 0;
     g->told &= ~(1 << stack);
     tell(th, fc, context, stack, 0);
     return 1;
