@@ -544,7 +544,7 @@ was put."
   (holds *both-directions*)
   (holds *input-only*)
   (holds *two-readers*)
-  (holds *report-or-time-out*)
+  (holds *report-or-time-out* :switches 3)
   (holds *report-and-unpark* :store-buffers t))
 
 (test closing-wakes-all
@@ -670,6 +670,17 @@ was put."
     (problem (not (eql 0 (svref (sb-fiber::fiber-group-orphans group) 0)))
              "Nobody serves the scheduler.")))
 
+;;; A fiber whose carrier has no scheduler gives its deadline to one that is served by another.
+(defparameter *deadline-for-another*
+  (history ((group (make-test-group 1))
+            (carrier (make-test-carrier group 0))
+            (fiber (make-test-fiber)))
+      (("fiber" (setf *scheduler* (sb-fiber::carrier-scheduler carrier))
+                (in-test-fiber (fiber)
+                  (loop until (steps::deadline-passed-p 10) do (steps::park nil 10))))
+       ("carrier" (steps::carrier-loop carrier)))
+    (or (phase-problem fiber) (heap-problem))))
+
 (test no-carrier-sleeps-while-there-is-work
   (with-short-searches
     (holds *inject* :store-buffers t)
@@ -678,6 +689,23 @@ was put."
     (holds *send-home-while-given* :switches 2)
     (holds *share* :switches 2)
     (holds *give-away* :switches 1)))
+
+(test no-carrier-sleeps-longer-than-a-deadline
+  (with-short-searches
+    (holds *deadline-for-another* :store-buffers t)))
+
+(test bug-not-waking-for-a-deadline
+  (with-short-searches
+    (with-changes (("ENTER-DEADLINE" "(wake-poller (scheduler-poller scheduler))" "nil"))
+      (fails *deadline-for-another*))))
+
+(test bug-saying-that-one-sleeps-after-looking
+  (with-short-searches
+    (with-changes (("SLEEP-IN-POLLER" "(setf (poller-sleep poller) 1)" "nil"
+                                      "(time-to-sleep scheduler)"
+                                      "(prog1 (time-to-sleep scheduler)
+                                         (setf (poller-sleep poller) 1))"))
+      (fails *deadline-for-another*))))
 
 (test bug-not-looking-again-before-sleep
   (with-short-searches

@@ -219,13 +219,13 @@
     (perform :locked eventfds i (lambda () (incf (svref eventfds i))))))
 
 (defun steps::collect-reports (scheduler nanoseconds)
-  (unless (= nanoseconds 0)
-    (let ((eventfds *eventfds*)
-          (i (sb-fiber::poller-index (sb-fiber::scheduler-poller scheduler))))
-      (perform-when-needed :locked eventfds i (lambda () (setf (svref eventfds i) 0))
-                           (lambda () (plusp (svref eventfds i)))))))
+  (cond ((plusp nanoseconds) (write-word clock-address (+ (steps::fiber-now) nanoseconds)))
+        ((minusp nanoseconds)
+         (let ((eventfds *eventfds*)
+               (i (sb-fiber::poller-index (sb-fiber::scheduler-poller scheduler))))
+           (perform-when-needed :locked eventfds i (lambda () (setf (svref eventfds i) 0))
+                                (lambda () (plusp (svref eventfds i))))))))
 
-(defun steps::time-to-sleep (scheduler) (declare (ignore scheduler)) -1)
 (defun steps::run-pending-handlers ())
 
 (defun steps::carrier-alarm-address (carrier)
