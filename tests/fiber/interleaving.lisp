@@ -454,6 +454,17 @@ was put."
     (or (results-problem :ready first-result second-result)
         (phase-problem first second) (cell-problem))))
 
+;;; Who joins one that cannot wait must not wait for a report that nobody has asked for.
+(defparameter *two-failures*
+  (history ((first (make-test-fiber))
+            (second (make-test-fiber))
+            (first-result nil) (second-result nil))
+      (("first" (setf (epoll-errno *epoll*) 9
+                      first-result (wait-for-input first)))
+       ("second" (setf (epoll-errno *epoll*) 9
+                       second-result (wait-for-input second))))
+    (or (results-problem :closed first-result second-result) (cell-problem))))
+
 (defparameter *report-or-time-out*
   (history ((fiber (make-test-fiber))
             (result nil))
@@ -544,6 +555,7 @@ was put."
   (holds *both-directions*)
   (holds *input-only*)
   (holds *two-readers*)
+  (holds *two-failures*)
   (holds *report-or-time-out* :switches 3)
   (holds *report-and-unpark* :store-buffers t))
 
