@@ -498,8 +498,8 @@ static void open_steps(struct fiber_context* fc, int stack, int n)
 static void close_reserve(struct fiber_context* fc, int stack)
 {
     struct guards* g = guards_of(fc);
-    if (g->open[stack])
-        raise_guard(steps_start(fc, stack, 0, g->open[stack]), g->open[stack] * STEP_SIZE);
+    if (g->open[stack] && raise_guard(steps_start(fc, stack, 0, g->open[stack]),
+                                      g->open[stack] * STEP_SIZE)) return; // stays open
     g->open[stack] = 0;
     g->told &= ~(1 << stack);
     if (stack == CONTROL) g->pending = 0;
@@ -511,9 +511,13 @@ static bool anything_open(struct fiber_context* fc)
     return g->open[CONTROL] || g->open[BINDING] || g->open[ALIEN];
 }
 
+/* Handlers below of where the fiber was told need the reserve even if they have not come to it:
+ * the control stack is exhausted when a signal finds no room any more. */
 static bool reserve_left(struct thread* th, struct fiber_context* fc, int stack, char* sp)
 {
-    return stack == CONTROL ? sp >= control_base(fc)
+    struct guards* g = guards_of(fc);
+    bool handled = g->told & (1 << CONTROL) && sp < (char*)fc->control_stack_start + g->told_at;
+    return stack == CONTROL ? sp >= control_base(fc) && !handled
         : stack == BINDING ? (char*)th->binding_stack_pointer <= binding_end(fc)
         : (char*)th->alien_stack_pointer >= alien_base(fc);
 }
@@ -575,7 +579,7 @@ static void close_all_reserves(struct fiber_context* fc)
 {
     drop_return_guard(fc);
     for (int stack = 0; stack < N_STACKS; ++stack) close_reserve(fc, stack);
-    memset(guards_of(fc), 0, sizeof (struct guards));
+    guards_of(fc)->told_at = 0;
 }
 
 /* SP is where the fiber has returned to: close what it has left. Is something still open? */
@@ -767,6 +771,8 @@ static bool make_signal_room(struct thread* th, struct fiber_context* fc, os_con
     return 1;
 }
 
+extern lispobj lisp_sig_handlers[];
+
 /* A signal came when the stack had no room for its frame above a guard. The kernel has dropped
  * it and sends SIGSEGV instead; were it the signal that stops for the collector, the world
  * would wait for ever. Make room and send again what may have been lost: the others are
@@ -775,11 +781,11 @@ bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
 {
     struct thread* th = get_sb_vm_thread();
     struct fiber_context* fc = th ? th->fiber_context : 0;
-    if (!fc || info->si_code != SI_KERNEL) return 0;
-    if (!make_signal_room(th, fc, context)) return 0;
+    if (!fc || info->si_code != SI_KERNEL || !make_signal_room(th, fc, context)) return 0;
     if (th->stop_signal_sent) pthread_kill(pthread_self(), SIG_STOP_FOR_GC);
     static const int lost[] = { SIGURG, SIGALRM, SIGCHLD };
-    for (int i = 0; i < 3; ++i) pthread_kill(pthread_self(), lost[i]);
+    for (int i = 0; i < 3; ++i) // what a signal without a handler does may be the end of the process
+        if (lisp_sig_handlers[lost[i]]) pthread_kill(pthread_self(), lost[i]);
     return 1;
 }
 
