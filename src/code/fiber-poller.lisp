@@ -193,14 +193,16 @@ descriptor left."
     (%poller-arm (poller-epoll poller) (fd-cell-fd cell) (wanted-directions cell index)
                  (fd-cell-data cell))))
 
-;;; Who finds others waiting joins them in the poller that serves them.
+;;; Who finds others waiting joins them in the poller that serves them. Who is the first and
+;;; cannot be served leaves at once: others would join a chain that nobody serves.
 (defmacro chain-waiter (place poller-place fiber poller)
-  `(let ((first-p (null ,place)))
-     (append-waiter ,place ,fiber)
-     (if first-p
-         (progn (setf ,poller-place (poller-index ,poller))
-                (arm-cell cell ,poller))
-         0)))
+  `(if (null ,place)
+       (let ((errno (progn (setf ,place ,fiber
+                                 ,poller-place (poller-index ,poller))
+                           (arm-cell cell ,poller))))
+         (unless (= errno 0) (setf ,place nil))
+         errno)
+       (progn (append-waiter ,place ,fiber) 0)))
 
 (declaim (ftype (sfunction (fd-cell fiber (mod 3) poller) (signed-byte 32)) add-waiter))
 (defun add-waiter (cell fiber direction poller)
@@ -208,13 +210,10 @@ descriptor left."
 FIBER does not wait."
   (setf (fiber-wait-next fiber) nil
         (fiber-wait-result fiber) nil)
-  (let ((errno (with-tiny-lock ((fd-cell-lock cell))
-                 (if (= direction +input+)
-                     (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell) fiber poller)
-                     (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell)
-                                   fiber poller)))))
-    ;; If the fiber is out of the chain already, who took it out gives the result.
-    (if (or (= errno 0) (remove-waiter cell fiber direction)) errno 0)))
+  (with-tiny-lock ((fd-cell-lock cell))
+    (if (= direction +input+)
+        (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell) fiber poller)
+        (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell) fiber poller))))
 
 (defmacro unchain-waiter (place fiber)
   `(let ((this ,place) (previous nil))

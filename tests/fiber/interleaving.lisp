@@ -576,14 +576,16 @@ was put."
     (fails *two-readers*)))
 
 (test bug-arming-before-waiting
-  (with-changes (("ADD-WAITER" "(if (= direction +input+)
-                                    (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell)
-                                                  fiber poller)
-                                    (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell)
-                                                  fiber poller))"
-                               "(arm-cell cell poller)"
-                               "(if (or (= errno 0) (remove-waiter cell fiber direction)) errno 0)"
-                               "(progn (append-waiter (fd-cell-input cell) fiber) errno)")
+  (with-changes (("ADD-WAITER" "(with-tiny-lock ((fd-cell-lock cell))
+                                  (if (= direction +input+)
+                                      (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell)
+                                                    fiber poller)
+                                      (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell)
+                                                    fiber poller)))"
+                               "(progn
+                                  (with-tiny-lock ((fd-cell-lock cell)) (arm-cell cell poller))
+                                  (append-waiter (fd-cell-input cell) fiber)
+                                  0)")
                  ("ARM-CELL" "(wanted-directions cell index)" "+input+"))
     (fails *report-and-unpark*)))
 

@@ -26,9 +26,9 @@
 
 (defconstant kib 1024)
 (defconstant page 4096)
-(defconstant control-zone-size (* 128 kib)) ; the critical zone included
+(defconstant control-zone-size (* 192 kib))
 (defun binding-stack-size (size) (max (* 64 kib) (floor size 4)))
-(defconstant side-zone-size (* 16 kib))
+(defconstant side-zone-size (* 32 kib))
 (defconstant alien-stack-size (* 256 kib))
 
 (defun make-test-fiber (&optional (size (* 256 kib)))
@@ -61,7 +61,7 @@
 (defun bounds (fiber size)
   "The addresses between the parts of the slot of FIBER, from its low guard to its end."
   (let ((address (- (start fiber) page))
-        (parts (list page control-zone-size size (binding-stack-size size) side-zone-size (* 3 page)
+        (parts (list page control-zone-size size (binding-stack-size size) side-zone-size page
                      side-zone-size alien-stack-size)))
     (cons address (loop for part in parts collect (incf address part)))))
 
