@@ -67,10 +67,11 @@
  *    in_critical_section().
  *
  * A reserve is closed again when its stack has been unwound. That is found out by the *return
- * guard*, some pages of the control stack above the frame that overflowed, which are made
+ * guard*, some pages of the control stack above what the handlers use, which are made
  * read-only: whoever writes there next, having returned to or beyond it, faults. It lies on
  * the control stack whichever stack overflowed, since the collector writes to binding
- * stacks and never to control stacks. If there is none (no mapping is left), the next park closes the reserve.
+ * stacks and never to control stacks. If there is none (no mapping is left), the next park
+ * closes the reserve.
  */
 
 #define KIB 1024
@@ -85,6 +86,8 @@
 #define RETURN_GUARD_SIZE (16*KIB)
 // What the kernel and the runtime need to handle a signal, the collector apart.
 #define SIGNAL_ROOM (32*KIB)
+// As near to its end, the control stack counts as exhausted for who overflowed it silently.
+#define NEAR_THE_END (16*KIB)
 
 enum { CONTROL, BINDING, ALIEN, N_STACKS };
 
@@ -93,8 +96,9 @@ struct guards {
     uint8_t open[N_STACKS];       // steps of the reserve
     uint8_t told : N_STACKS;      // whether the fiber knows, a bit for each stack
     uint8_t pending : 1;          // the control stack overflowed, but that could not be told
-    uint32_t told_at;             // where the control stack was, from its start
+    uint32_t told_at;             // handlers run below this offset into the control stack
 };
+_Static_assert(sizeof (struct guards) == sizeof (lispobj), "struct guards is one slot");
 
 #define SLOTS_PER_ARENA 1024
 #define ARENA_BYTES ((uword_t)512*KIB*KIB)
@@ -675,9 +679,9 @@ static void end_fiber(struct thread* th, struct fiber_context* fc, os_context_t*
     divert(context, StaticSymbolFunction(FIBER_STACK_LOST));
 }
 
-/* Signal that a stack is exhausted, with room for the handlers. If they
- * are what has used that up, end the fiber. The handlers run below of where the fiber was told:
- * above, it has left them without meeting the return guard. */
+/* Signal that a stack is exhausted, with room for the handlers. If they are what has used that
+ * up, end the fiber. They run below of where the fiber was told: above, it has left them
+ * without meeting the return guard. */
 static void tell(struct thread* th, struct fiber_context* fc, os_context_t* context,
                  int stack, int step)
 {
@@ -853,7 +857,7 @@ void fiber_settle_pending(struct thread* th, os_context_t* context)
     struct fiber_context* fc = th->fiber_context;
     if (!fc || !guards_of(fc)->pending) return;
     clear_pseudo_atomic_interrupted(th);
-    if (context_sp(context) < control_base(fc) + SIGNAL_ROOM / 2 && !in_critical_section(th, context))
+    if (context_sp(context) < control_base(fc) + NEAR_THE_END && !in_critical_section(th, context))
         tell(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
 }
 
