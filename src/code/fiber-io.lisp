@@ -178,7 +178,7 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
 (defun park-on-set (set deadline)
   "Park for a SET as runtime/fiber-linux.c describes it."
   (declare (type (signed-byte 64) set))
-  (cond ((= set -1) (spend-budget))
+  (cond ((= set -1) (spend-budget 1)) ; an acceptor, most likely
         ((= set -2) (park-until deadline))
         ((logtest set (ash 1 40))
          (let ((fd (ldb (byte 20 0) set)))

@@ -112,10 +112,11 @@ In a signal handler and in a foreign callback there are addresses of the OS thre
   (park-until (nanoseconds-from-now nanoseconds)))
 
 ;;; Not a yield of each call: the fibers in front would cost more than the call.
-(defun spend-budget ()
+(defun spend-budget (&optional (cost (/ +accepts-per-turn+ +calls-per-turn+)))
   "Called in a fiber after a call that could have waited did not."
+  (declare (fixnum cost))
   (let ((carrier (truly-the carrier *carrier*)))
-    (when (minusp (decf (carrier-budget carrier)))
+    (when (minusp (decf (carrier-budget carrier) cost))
       (fiber-yield))))
 
 (declaim (ftype (sfunction () null) fiber-yield))

@@ -89,7 +89,8 @@
 ;;;; a scheduler with Q others in front of it runs after Q + (Q / +TURNS-PER-POLL+) * E others at
 ;;;; most, E being what a poll can add before it, that is nothing: all that a poll finds
 ;;;; is queued behind it. A fiber that always finds its descriptors ready would never park: after
-;;;; +CALLS-PER-TURN+ such calls it yields (SPEND-BUDGET).
+;;;; +CALLS-PER-TURN+ such calls it yields (SPEND-BUDGET). One that accepts connections, which
+;;;; the kernel drops when too many wait, has +ACCEPTS-PER-TURN+.
 
 ;;;; phases
 
@@ -111,6 +112,7 @@
 
 (defconstant +turns-per-poll+ 61)
 (defconstant +calls-per-turn+ 32)
+(defconstant +accepts-per-turn+ 256)
 
 (defstruct (scheduler (:constructor %make-scheduler (group poller))
                       (:copier nil))
@@ -310,7 +312,7 @@
   "Carry out what the stack that was left wanted."
   (let* ((carrier (truly-the carrier *carrier*))
          (predecessor (carrier-predecessor carrier)))
-    (setf (carrier-budget carrier) +calls-per-turn+)
+    (setf (carrier-budget carrier) +accepts-per-turn+)
     (when predecessor
       (let ((fiber (truly-the fiber predecessor))
             (action (carrier-action carrier)))
