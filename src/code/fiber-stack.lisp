@@ -11,7 +11,8 @@
 
 (in-package "SB-FIBER")
 
-;;; Where stacks lie and how they are guarded is the business of runtime/fiber.c. Here a
+;;; Where stacks lie is the business of runtime/fiber.c, how they are guarded that of
+;;; runtime/fiber-guard.c. Here a
 ;;; fiber gets one, and what it starts with is laid out on it.
 ;;;
 ;;; What is true when nobody is inside:

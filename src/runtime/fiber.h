@@ -1,4 +1,4 @@
-/* The runtime's side of fibers: see fiber.c */
+/* The runtime's side of fibers: see fiber.c and fiber-guard.c */
 
 /*
  * This software is part of the SBCL system. See the README file for

@@ -22,7 +22,7 @@
 (defparameter *run-file*
   (sb-ext:native-namestring (merge-pathnames "run.lisp" *load-truename*)))
 
-;;;; Where a stack lies. The picture is at the head of runtime/fiber.c.
+;;;; Where a stack lies. The picture is at the head of runtime/fiber-stack.h.
 
 (defconstant kib 1024)
 (defconstant page 4096)

@@ -28,7 +28,7 @@
 ;;;
 ;;; A deferrable signal may be deferred during the section, when what decides about
 ;;; its fate changes: *INTERRUPTS-ENABLED* is one of the values exchanged.
-;;;  - It was T and is NIL at the end: fiber_settle_pending() in runtime/fiber.c, called
+;;;  - It was T and is NIL at the end: fiber_settle_pending() in runtime/fiber-guard.c, called
 ;;;    by the trap that ends the section, turns the pending handler into an *INTERRUPT-PENDING*.
 ;;;    Without that the runtime gives up: "pseudo_atomic_interrupted after
 ;;;    interrupt_handle_pending".

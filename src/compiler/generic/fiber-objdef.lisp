@@ -43,7 +43,7 @@
   ;; one byte in the arena's dense array, which is all that the collector reads
   ;; of a stack that is free
   (state-cell :c-type "unsigned char *" :pointer t)
-  ;; which guards are down, and where the return guard is, see runtime/fiber.c
+  ;; which guards are down, and where the return guard is, see runtime/fiber-guard.c
   (guards)
   (return-guard)
   ;; The signal contexts that are live on this stack (a handler for a trap that
