@@ -313,6 +313,31 @@
                                                            (make-fiber (lambda () 2)))))))))
                 :wrapper '("sh" "-c" "ulimit -v 12000000; exec timeout 20 \"$@\"" "sh")))))
 
+;;; 62 carriers are all that there can be. Prevents: numbers of pollers, or descriptors, that an attempt to
+;;; start too many keeps.
+(test too-many-carriers
+  (flet ((start (n) (finish-fibers (start-fibers nil :carrier-count n))))
+    (is (eq t (start 62)))
+    (let ((group (start-fibers nil :carrier-count 40)))
+      (signals error (start 40))
+      (finish-fibers group))
+    (is (eq t (start 62)))))
+
+(test no-descriptors-left
+  (let ((descriptors (loop for fd = (sb-unix:unix-open "/dev/null" sb-unix:o_rdonly 0)
+                           while fd collect fd)))
+    (unwind-protect (signals error (start-fibers nil :carrier-count 4))
+      (mapc #'sb-unix:unix-close descriptors)))
+  (is (equal '(0 1 2) (in-fibers 4 3 #'identity))))
+
+(test heap-exhausted
+  (let ((result nil))
+    (with-reports (text)
+        (setf result (in-fiber () (handler-case (make-array (expt 10 11))
+                                    (storage-condition () :exhausted))))
+      (is (stringp text)))
+    (is (eq :exhausted result))))
+
 ;;;; Ended from outside
 
 (defmacro parked-fibers (group &body forms)
@@ -611,6 +636,44 @@
       (is (not (member fiber (list-all-fibers))))
       (is (stringp (princ-to-string group)))
       (is (stringp (princ-to-string fiber))))))
+
+;;; Also when the fiber is not mounted, when a collection has moved the value, and from a fiber.
+(test symbol-value-in-thread
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((fiber (wait-until-parked (spawn (group) (let ((*print-base* 7) (*print-radix* (list 1)))
+                                                       (fiber-park)
+                                                       (list *print-base* *print-radix*))))))
+        (sb-ext:gc)
+        (flet ((value (symbol) (sb-thread:symbol-value-in-thread symbol fiber)))
+          (is (eql 7 (value '*print-base*)))
+          (is (equal '(1) (value '*print-radix*)))
+          (is (equal '(1) (join (spawn (group) (value '*print-radix*)))))
+          (setf (sb-thread:symbol-value-in-thread '*print-base* fiber) 8)
+          (is (eql 8 (value '*print-base*)))
+          (fiber-unpark fiber)
+          (is (equal '(8 (1)) (join fiber)))
+          (signals error (value '*print-base*)))))))
+
+;;; As for a thread; the fiber that is mounted just then must not notice.
+(test interrupt-a-carrier
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((stop nil) (count (list 0))
+             (fibers (loop for i below 5
+                           collect (let ((i i))
+                                     (spawn (group)
+                                       (let ((*print-base* (+ 2 i)))
+                                         (loop until stop do (fiber-yield))
+                                         *print-base*)))))
+             (carriers (remove-if-not #'sb-thread:thread-alive-p
+                                      (sb-fiber::fiber-group-carriers group))))
+        (dolist (carrier carriers)
+          (sb-thread:interrupt-thread carrier (lambda () (sb-ext:atomic-incf (car count)))))
+        (loop repeat 20 do (sb-thread:thread-yield))
+        (setf stop t)
+        (is (equal '(2 3 4 5 6) (join-all fibers)))
+        (is (<= (car count) (length carriers)))))))
 
 ;;;; Scripts, the REPL, and images
 

@@ -363,6 +363,18 @@ when this returns."
                        (fiber-join fiber :default nil :timeout *patience*))))
           (is (= (car started) (car cleaned))))))))
 
+;;; Prevents: pages of a stack given back while somebody uses them.
+(test stacks-that-give-back-their-pages
+  (macrolet ((high-water () `(sb-alien:extern-alien "fiber_stack_high_water" sb-alien:unsigned-long)))
+    (let ((usual (high-water)))
+      (unwind-protect
+           (progn (setf (high-water) 0)
+                  (on-carriers (n)
+                    (loop repeat 5
+                          do (is (all-true-p
+                                  (in-fibers n 50 (lambda (i) (recurse-with-data (mod i 12) i))))))))
+        (setf (high-water) usual)))))
+
 ;;;; Collections by fibers
 
 (test full-collections-in-fibers

@@ -46,14 +46,14 @@
     (mixed carrier-count n-fibers n-threads
            (lambda (i)
              (declare (ignore i))
-             (loop repeat 50 do (with-mutex (mutex) (slow-increment count)))))
+             (loop repeat 200 do (with-mutex (mutex) (slow-increment count)))))
     count))
 
 ;;; Prevents: two holders at once; a release that wakes nobody; a fiber that is woken and forgotten.
 (test mutex-excludes
   (on-carriers (n)
-    (is (= 1500 (count-under-mutex n 30 0)))
-    (is (= 1500 (count-under-mutex n 26 4)))))
+    (is (= 6000 (count-under-mutex n 30 0)))
+    (is (= 6000 (count-under-mutex n 26 4)))))
 
 ;;; More mutexes than the parking lot has buckets: waiters for different words share one. Prevents
 ;;; that a wake-up for one word goes to a waiter for another.
@@ -209,7 +209,7 @@
   (on-carriers (n)
     (let ((mutex (make-mutex)) (queue (make-waitqueue)) (turn 0))
       (flet ((player (me)
-               (loop repeat 200
+               (loop repeat 1000
                      do (with-mutex (mutex)
                           (loop until (= turn me) do (condition-wait queue mutex))
                           (setf turn (- 1 me))
@@ -515,6 +515,67 @@
                                     (intern (format nil "SOME SYMBOL ~D" i) "SB-FIBER-TESTS")
                                     (funcall (compile nil `(lambda (x) (fiber-yield) (+ x ,i)))
                                              1))))))))))
+
+;;;; All at once
+
+(defun lock-something (mutexes inside random)
+  "Enter one of MUTEXES, perhaps with a time-out, perhaps not. False if it was not alone in there."
+  (let ((i (random (length mutexes) random))
+        (alone t))
+    (flet ((critical-section ()
+             (unless (= 1 (incf (aref inside i))) (setf alone nil))
+             (unwind-protect (when (= 0 (random 2 random)) (fiber-yield))
+               (decf (aref inside i)))))
+      (if (= 0 (random 2 random))
+          (with-mutex ((aref mutexes i)) (critical-section))
+          (with-mutex ((aref mutexes i) :timeout (random 0.0005 random)) (critical-section))))
+    alone))
+
+(defun wait-for-something (mutex queue semaphore random)
+  (case (random 5 random)
+    (0 (with-mutex (mutex) (condition-wait queue mutex :timeout (random 0.002 random))))
+    (1 (with-mutex (mutex) (condition-notify queue)))
+    (2 (wait-on-semaphore semaphore :timeout (random 0.002 random)))
+    (3 (signal-semaphore semaphore))
+    (4 (sleep (random 0.002 random)))))
+
+(defun disturb (fibers stop)
+  "Interrupt FIBERS at random, and make some leave what they do."
+  (loop until (car stop)
+        do (handler-case
+               (interrupt-fiber (nth (random (length fibers)) fibers)
+                                (if (= 0 (random 2))
+                                    (lambda () (ignore-errors (throw 'disturbed nil)))
+                                    #'thread-yield))
+             (sb-thread:interrupt-thread-error ()))
+           (sleep 1/5000)))
+
+;;; Time-outs, wake-ups, interruptions and exits that meet. Prevents: each of them lost because of another.
+(test everything-at-once
+  (on-carriers (n)
+    (let ((mutexes (coerce (loop repeat 5 collect (make-mutex)) 'vector))
+          (inside (make-array 5 :initial-element 0))
+          (queue (make-waitqueue)) (semaphore (make-semaphore)) (stop (list nil)))
+      (with-group (group n)
+        (let* ((fibers (loop for i below 40
+                             collect (let ((random (sb-ext:seed-random-state i)))
+                                       (spawn (group)
+                                         (loop repeat 40
+                                               always (block nil
+                                                        (catch 'disturbed
+                                                          (return
+                                                            (if (= 0 (random 2 random))
+                                                                (lock-something mutexes inside random)
+                                                                (progn (wait-for-something
+                                                                        (aref mutexes 0) queue semaphore random)
+                                                                       t))))
+                                                        t))))))
+               (disturber (make-thread #'disturb :arguments (list fibers stop))))
+          (unwind-protect (is (equal (make-list 40 :initial-element t) (join-all fibers)))
+            (setf (car stop) t)
+            (join-thread disturber))))
+      (is (every #'zerop inside))
+      (is (every (lambda (mutex) (null (mutex-owner mutex))) mutexes)))))
 
 ;;;; Where a fiber must not leave its carrier
 
