@@ -84,11 +84,14 @@
 ;;;; takes no mutex, calls no generic function, signals nothing and makes no thread: a parked
 ;;;; fiber of this very carrier may hold any lock.
 ;;;;
-;;;; Fairness. A scheduler serves its queue in order; after at most +TURNS-PER-POLL+ fibers it
-;;;; looks at its deadlines, its poller and the injector. So a fiber that is runnable on
-;;;; a scheduler with Q others in front of it runs after Q + (Q / +TURNS-PER-POLL+) * E others at
-;;;; most, E being what a poll can add before it, that is nothing: all that a poll finds
-;;;; is queued behind it. A fiber that always finds its descriptors ready would never park: after
+;;;; Fairness. A scheduler serves its queue in order; after at most T = +TURNS-PER-POLL+ fibers it
+;;;; looks at its deadlines, its poller and the injector. All that it finds is queued behind what
+;;;; waits already, but for one fiber: the first of the injector runs next, even if the queue has
+;;;; no room. So a fiber in a queue runs after the Q < 256 in front of it and at most Q/T + 1
+;;;; of those; one in an injector behind P others after (P + 1) * (T + 1) turns of a scheduler. That is
+;;;; the worst case, of fibers that wake each other and so fill the queue for ever. One that
+;;;; yields while the injector holds any goes to its end, so that the queue drains, and N fibers
+;;;; that only yield all get their turn within 2 * N + 256 turns of a single carrier. A fiber that always finds its descriptors ready would never park: after
 ;;;; +CALLS-PER-TURN+ such calls it yields (SPEND-BUDGET). One that accepts connections, which
 ;;;; the kernel drops when too many wait, has +ACCEPTS-PER-TURN+.
 
@@ -112,7 +115,7 @@
 
 (defconstant +turns-per-poll+ 61)
 (defconstant +calls-per-turn+ 32)
-(defconstant +accepts-per-turn+ 256)
+(defconstant +accepts-per-turn+ 1024)
 
 (defstruct (scheduler (:constructor %make-scheduler (group poller))
                       (:copier nil))
@@ -302,6 +305,14 @@
   "Consume the permit of the running FIBER. Return false if there is none."
   (phase-becomes-p fiber (logior +active+ +permit+) +active+))
 
+(defun requeue (fiber)
+  "Queue FIBER, which has yielded, behind those who wait for a place in a queue as well."
+  (declare (fiber fiber))
+  (let ((group (truly-the fiber-group (fiber-group fiber))))
+    (if (and (injector-first (fiber-group-injector group)) (null (fiber-home fiber)))
+        (inject group fiber)
+        (make-runnable fiber))))
+
 (defun finish-parking (fiber)
   (unless (phase-becomes-p fiber +parking+ +parked+)
     (setf (fiber-phase fiber) +active+) ; nobody moves a phase that has a permit
@@ -317,7 +328,7 @@
       (let ((fiber (truly-the fiber predecessor))
             (action (carrier-action carrier)))
         (setf (carrier-predecessor carrier) nil)
-        (cond ((eq action :yield) (make-runnable fiber))
+        (cond ((eq action :yield) (requeue fiber))
               ((eq action :park) (finish-parking fiber))
               (t (free-stack fiber)))))))
 
@@ -411,17 +422,20 @@ what the fiber waits for, for those who look at it from outside. With interrupts
                 (unless fiber (return))
                 (unpark fiber)))))))
 
+(declaim (inline half-room))
+(defun half-room (queue)
+  "Half of the free places of QUEUE, and at least one."
+  (max 1 (ash (truly-the fixnum (- run-queue-capacity (run-queue-length queue))) -1)))
+
 (defun collect-reports (scheduler nanoseconds)
   "Unpark the fibers of SCHEDULER whose descriptors are ready; wait for NANOSECONDS if none is."
-  ;; No more than the queue has room for: what overflowed to the injector would lose
+  ;; If possible no more than the queue has room for: what overflows to the injector loses
   ;; its place to others, and its carrier.
   (let* ((poller (scheduler-poller scheduler))
          (events (poller-events poller))
-         (room (ash (- run-queue-capacity (run-queue-length (scheduler-queue scheduler))) -1))
-         (n (if (> room 0)
-                (%poller-wait (poller-epoll poller) events (min room events-per-wait) nanoseconds)
-                0)))
-    (declare (fixnum room))
+         (n (%poller-wait (poller-epoll poller) events
+                          (min (half-room (scheduler-queue scheduler)) events-per-wait)
+                          nanoseconds)))
     (dotimes (i n)
       (let ((data (sap-ref-word events (* i 16)))
             (directions (ldb (byte 2 0) (sap-ref-word events (+ 8 (* i 16))))))
@@ -431,17 +445,19 @@ what the fiber waits for, for those who look at it from outside. With interrupts
             (when writer (unpark writer))))))))
 
 (defun collect-injected (scheduler)
-  "Queue some of what has come from outside, and leave the rest to others."
+  "Take some of what has come from outside, and leave the rest to others. Queue all but the first, and
+return that, or NIL if there is none."
   (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
          (queue (scheduler-queue scheduler))
-         (room (ash (- run-queue-capacity (run-queue-length queue)) -1)))
-    (when (> room 0)
-      (let ((chain (injector-take (fiber-group-injector group) room)))
+         (first (injector-take (fiber-group-injector group) (half-room queue))))
+    (when first
+      (let ((chain (shiftf (fiber-next (truly-the fiber first)) nil)))
         (loop while chain
               do (let ((fiber (truly-the fiber chain)))
                    (setf chain (fiber-next fiber)
                          (fiber-next fiber) nil)
-                   (run-queue-put queue fiber)))))))
+                   (run-queue-put queue fiber)))))
+    first))
 
 (defun steal-work (scheduler)
   (let* ((all (fiber-group-schedulers (truly-the fiber-group (scheduler-group scheduler))))
@@ -458,28 +474,40 @@ what the fiber waits for, for those who look at it from outside. With interrupts
   (setf (scheduler-turns scheduler) 0)
   (collect-expired scheduler)
   (collect-reports scheduler 0)
-  (when (injector-first
-         (fiber-group-injector (truly-the fiber-group (scheduler-group scheduler))))
-    (collect-injected scheduler))
-  (run-queue-take (scheduler-queue scheduler)))
+  (or (and (injector-first
+            (fiber-group-injector (truly-the fiber-group (scheduler-group scheduler))))
+           (collect-injected scheduler))
+      (run-queue-take (scheduler-queue scheduler))))
+
+(declaim (inline enough-search-p))
+(defun enough-search-p (group)
+  "True if with one more than half of the carriers of GROUP that are awake would search: they would take
+their processors from those who work."
+  (declare (fiber-group group))
+  (> (* 2 (1+ (fiber-group-searching group)))
+     (- (length (fiber-group-schedulers group)) (logcount (fiber-group-idle group)))))
+
+(defun search-elsewhere (scheduler group)
+  "Steal for SCHEDULER, which has nothing to do. While one searches nobody needs to be woken."
+  (atomic-incf (fiber-group-searching group))
+  (let ((fiber (loop repeat 4
+                     do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))
+                          (when fiber (return fiber)))
+                        (loop repeat 50 do (spin-loop-hint)))))
+    (atomic-decf (fiber-group-searching group))
+    (when fiber (call-for-help group))
+    fiber))
 
 (defun search-for-work (scheduler)
-  "LOOK-AROUND, then steal. While one searches nobody needs to be woken."
+  "Return a fiber for SCHEDULER to run, or NIL."
   (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
          (found (look-around scheduler)))
     (cond (found
            ;; Others may have looked while what is queued now was between two queues.
            (when (> (run-queue-length (scheduler-queue scheduler)) 0) (call-for-help group))
            found)
-          (t
-          (atomic-incf (fiber-group-searching group))
-          (let ((fiber (loop repeat 4
-                             do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))
-                                  (when fiber (return fiber)))
-                                (loop repeat 50 do (spin-loop-hint)))))
-            (atomic-decf (fiber-group-searching group))
-            (when fiber (call-for-help group))
-            fiber)))))
+          ((enough-search-p group) nil)
+          (t (search-elsewhere scheduler group)))))
 
 (defun time-to-sleep (scheduler)
   "Nanoseconds until the nearest deadline of SCHEDULER, or -1."

@@ -522,6 +522,174 @@
                                            (spawn (group :stack-size (* (1+ (mod i 5)) 64 1024))
                                              (recurse-and-park (* 10 i)))))))))))
 
+;;; An argument list longer than a page, in the smallest stack.
+(test many-arguments
+  (with-group (group 1)
+    (is (= 3000 (join (spawn (group :stack-size (* 64 1024))
+                        (apply (lambda (&rest arguments) (fiber-yield) (length arguments))
+                               (make-list 3000))))))))
+
+;;;; Foreign frames
+
+(sb-alien:define-alien-callable compare-and-pause sb-alien:int ((a sb-alien:unsigned-long)
+                                                                (b sb-alien:unsigned-long))
+  (pause)
+  (let ((x (sb-sys:sap-ref-32 (sb-sys:int-sap a) 0))
+        (y (sb-sys:sap-ref-32 (sb-sys:int-sap b) 0)))
+    (cond ((< x y) -1) ((> x y) 1) (t 0))))
+
+(defun sort-by-qsort (vector)
+  (sb-sys:with-pinned-objects (vector)
+    (sb-alien:alien-funcall
+     (sb-alien:extern-alien "qsort" (function sb-alien:void sb-sys:system-area-pointer
+                                              sb-alien:unsigned-long sb-alien:unsigned-long (* t)))
+     (sb-sys:vector-sap vector) (length vector) 4
+     (sb-alien:alien-sap (sb-alien:alien-callable-function 'compare-and-pause))))
+  vector)
+
+;;; qsort(3) in each fiber, the comparisons of which park. Prevents: a fiber that goes on in another OS
+;;; thread with frames that keep addresses of the first; a thread's state left by one callback and
+;;; found by the next.
+(test callbacks-that-park
+  (on-carriers (n)
+    (is (all-true-p
+         (in-fibers n 30 (lambda (i)
+                           (let ((vector (make-array (+ 2 i) :element-type '(unsigned-byte 32))))
+                             (dotimes (k (length vector)) (setf (aref vector k) (random 1000)))
+                             (let ((sorted (sort (copy-seq vector) #'<)))
+                               (equalp sorted (sort-by-qsort vector))))))))))
+
+;;;; Parking and turns
+
+(defun play-ping-pong (turns call-as-1 call-as-2)
+  "Two players, started by the functions, that wait for each other TURNS times."
+  (let ((turn 0) (players (list nil nil)))
+    (flet ((player (me)
+             (loop until (every #'identity players) do (sb-thread:thread-yield))
+             (loop repeat turns
+                   do (loop until (= turn me) do (fiber-park))
+                      (setf turn (- 1 me))
+                      (fiber-unpark (nth (- 1 me) players)))
+             t))
+      (setf (first players) (funcall call-as-1 (lambda () (player 0)))
+            (second players) (funcall call-as-2 (lambda () (player 1))))
+      (join-all players))))
+
+;;; Prevents: an unpark between the test and the park that is lost.
+(test park-and-unpark
+  (on-carriers (n)
+    (with-group (group n)
+      (flet ((start (function) (submit-fiber group (make-fiber function))))
+        (is (equal '(t t) (play-ping-pong 1000 #'start #'start)))
+        (with-group (other 1)
+          (is (equal '(t t)
+                     (play-ping-pong 300 #'start
+                                     (lambda (function) (submit-fiber other (make-fiber function)))))))))))
+
+(test unpark-from-threads
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((count 0) (stop nil)
+             (fiber (spawn (group) (loop until stop do (fiber-park) (incf count)) :ended))
+             (threads (loop repeat 3
+                            collect (sb-thread:make-thread
+                                     (lambda () (loop repeat 500 do (fiber-unpark fiber)))))))
+        (mapc #'sb-thread:join-thread threads)
+        (setf stop t)
+        (fiber-unpark fiber)
+        (is (eq :ended (join fiber)))
+        (is (<= 1 count 1501))))))
+
+(test park-timeout
+  (on-carriers (n)
+    (is (equal '(nil t nil)
+               (in-fiber (n)
+                 (list (fiber-park :timeout 1/1000)
+                       (progn (fiber-unpark (current-fiber)) (fiber-park :timeout 3600))
+                       (fiber-park :timeout 0)))))))
+
+;;; More runnable fibers than a queue holds. Prevents: those in the queue keeping out those behind it.
+(test everybody-gets-a-turn
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((turns (make-array 1000 :initial-element 0)))
+        (is (= 1000 (length (join-all
+                             (loop for i below 1000
+                                   collect (let ((i i))
+                                             (spawn (group)
+                                               (loop until (every (lambda (n) (>= n 2)) turns)
+                                                     do (incf (aref turns i))
+                                                        (fiber-yield)))))))))))))
+
+;;; The bound that the head of fiber.lisp gives: on one carrier, N that yield come round within 2 * N + 256 turns.
+(test turns-are-even
+  (dolist (n '(2 200 256 257 600 3000))
+    (let ((turn 0) (widest 0))
+      (flet ((take-turns ()
+               (loop repeat 10
+                     for last = nil then this
+                     for this = (incf turn)
+                     do (when last (setf widest (max widest (- this last))))
+                        (fiber-yield))))
+        (with-group (group 1)
+          (join (spawn (group)
+                  (join-all (loop repeat n collect (spawn (group) (take-turns))))))))
+      (is (<= widest (+ (* 2 n) 256))))))
+
+;;; Pairs that wake each other keep the queue full without a yield. Prevents: those in the injector being kept
+;;; out for ever.
+(test pairs-that-fill-the-queue
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((begun (list 0))
+             (fibers (make-array 800)))
+        (flet ((play (i)
+                 (let ((partner (svref fibers (logxor i 1))))
+                   (sb-ext:atomic-incf (car begun))
+                   (loop until (= (car begun) (length fibers))
+                         do (fiber-unpark partner)
+                            (fiber-park))
+                   (fiber-unpark partner)
+                   t)))
+          (dotimes (i (length fibers))
+            (setf (svref fibers i) (let ((i i)) (make-fiber (lambda () (play i))))))
+          (map nil (lambda (fiber) (submit-fiber group fiber)) fibers)
+          (is (all-true-p (join-all (coerce fibers 'list)))))))))
+
+;;; Fibers that only yield must not keep out timers and descriptors.
+(test sleepers-among-yielders
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((done nil)
+             (yielders (loop repeat 400 collect (spawn (group) (loop until done do (fiber-yield)) t)))
+             (sleepers (loop repeat 10 collect (spawn (group) (loop repeat 3 do (sleep 1/1000)) t))))
+        (is (all-true-p (join-all sleepers)))
+        (setf done t)
+        (is (all-true-p (join-all yielders)))))))
+
+;;; A fiber that computes must not keep those behind it from the other carriers.
+(test work-is-stolen
+  (on-carriers (n :counts '(2 16))
+    (with-group (group n)
+      (let ((done nil))
+        (is (eq t (join (spawn (group)
+                          (let ((others (loop repeat 10 collect (spawn (group) (setf done t)))))
+                            (loop until done)
+                            (all-true-p (join-all others)))))))))))
+
+(test submission-from-many-threads
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((count (list 0))
+             (threads (loop repeat 4
+                            collect (sb-thread:make-thread
+                                     (lambda ()
+                                       (loop repeat 500
+                                             collect (spawn (group)
+                                                       (sb-ext:atomic-incf (car count)))))))))
+        (mapc #'join-all (mapcar #'sb-thread:join-thread threads))
+        (is (= 2000 (car count)))))))
+
 ;;;; Live signal contexts: in a handler of an error that a trap has signalled
 
 (defun trap (n)
