@@ -35,8 +35,8 @@
 (defconstant errno-einprogress 115)
 
 (defun wait-for-fd (fiber cell direction deadline)
-  "Park FIBER until the descriptor of CELL is ready for DIRECTION. Returns :READY, :CLOSED, :TIMEOUT,
-:INTERRUPTED, or :PLAIN if it is of a kind that is always ready. With interrupts off."
+  "Park FIBER until the descriptor of CELL is ready for DIRECTION. Returns :READY, :CLOSED, :AGAIN,
+:TIMEOUT, :INTERRUPTED, or :PLAIN if it is of a kind that is always ready. With interrupts off."
   (let* ((scheduler (nearest-scheduler fiber))
          (errno (add-waiter cell fiber direction (scheduler-poller scheduler))))
     (unless (= errno 0)
@@ -63,6 +63,7 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
         (cond ((eq result :ready) (return t))
               ((eq result :timeout) (return nil))
               ((eq result :interrupted) (run-allowed-interruptions fiber))
+              ((eq result :again))
               ((eq result :closed) (error 'descriptor-closed :descriptor fd))
               (t (setf (fd-cell-kind cell) :plain)
                  (return t)))))))
@@ -170,6 +171,15 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
   "Called before FD is closed by any of the ways that we know."
   (dolist (fiber (forget-fd fd))
     (unpark fiber)))
+
+;;; Who began to wait after NOTE-CLOSE and before the close itself would wait for ever. He tries again,
+;;; and fails, or waits for the next file of that number.
+(defun note-closed (fd)
+  "Called after FD has been closed."
+  (let ((cell (and (typep fd '(unsigned-byte 20)) (find-fd-cell fd nil))))
+    (when (and cell (or (fd-cell-input cell) (fd-cell-output cell)))
+      (dolist (fiber (forget-fd fd :again))
+        (unpark fiber)))))
 
 ;;;; select and poll of several descriptors
 

@@ -117,7 +117,7 @@ descriptor left."
 ;;;
 ;;; What is true when nobody is inside:
 ;;;  - INPUT and OUTPUT are chains of fibers through WAIT-NEXT, the longest waiting first, each
-;;;    with WAIT-RESULT nil; a fiber that was taken out has a result: :READY or :CLOSED;
+;;;    with WAIT-RESULT nil; a fiber that was taken out has a result: :READY, :CLOSED or :AGAIN;
 ;;;  - if a chain is not empty, the descriptor is armed for that direction in the poller whose
 ;;;    number is INPUT-POLLER or OUTPUT-POLLER, or its report is being handled;
 ;;;  - KNOWN-TO has the bits of the pollers that have ever heard of the descriptor
@@ -128,9 +128,10 @@ descriptor left."
 ;;;     state of a waiter          move                     by
 ;;;     in no chain -> in chain    ADD-WAITER, then arm     the fiber
 ;;;     in chain    -> :READY      report                   who serves the poller
-;;;     in chain    -> :CLOSING    FORGET-FD                who closes
-;;;     :CLOSING    -> :CLOSED     FORGET-FD, no longer     who closes
+;;;     in chain    -> :CLOSING    FORGET-FD                who closes, before and after
+;;;     :CLOSING    -> :CLOSED     FORGET-FD, no longer     who is about to close
 ;;;                                in need of its WAIT-NEXT
+;;;     :CLOSING    -> :AGAIN      the same                 who has closed
 ;;;     in chain    -> in none     REMOVE-WAITER            the fiber: time-out, unwinding
 (defstruct (fd-cell (:constructor make-fd-cell (fd))
                     (:copier nil))
@@ -269,11 +270,11 @@ and the one that waited for output, each or NIL."
         nil))
     (values reader writer)))
 
-(declaim (ftype (sfunction (t) t) forget-fd))
-(defun forget-fd (fd)
-  "The descriptor FD is about to be closed. Return a list of the fibers that waited for it, which have the
-result :CLOSED and must be woken after the close. A duplicate of FD would keep the
-registration alive and report for another file that gets the number: hence the removal."
+(declaim (ftype (sfunction (t &optional t) t) forget-fd))
+(defun forget-fd (fd &optional (result :closed))
+  "The descriptor FD is about to be closed. Return a list of the fibers that waited for it, which have
+RESULT and must be woken. A duplicate of FD would keep the registration alive and report for
+another file that gets the number: hence the removal."
   (let ((cell (and (typep fd '(unsigned-byte 20)) (find-fd-cell fd nil))))
     (when cell
       (let ((known-to 0)
@@ -297,16 +298,16 @@ registration alive and report for another file that gets the number: hence the r
             (setf (fiber-wait-result (truly-the fiber fiber)) :closing))
           nil)
         (unless (= known-to 0) (forget-in-pollers fd known-to))
-        (release-closed chain)))))
+        (release-closed chain result)))))
 
-;;; A fiber that sees :CLOSED may enter another chain at once.
-(defun release-closed (chain)
+;;; A fiber that sees RESULT may enter another chain at once.
+(defun release-closed (chain result)
   (loop while chain
         collect (let ((fiber (truly-the fiber chain)))
                   (setf chain (fiber-wait-next fiber)
                         (fiber-wait-next fiber) nil)
                   (barrier (:write))
-                  (setf (fiber-wait-result fiber) :closed)
+                  (setf (fiber-wait-result fiber) result)
                   fiber)))
 
 (defun forget-in-pollers (fd known-to)

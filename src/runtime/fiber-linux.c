@@ -263,7 +263,11 @@ static int64_t finish_set(struct set_builder* b, int failed)
     return b->epoll >= 0 ? b->epoll | SET_IS_EPOLL : b->count ? b->single : -2;
 }
 
-static int fd_is_set(fd_set* set, int fd) { return set && FD_ISSET(fd, set); }
+/* Not FD_ISSET, which may refuse the numbers beyond FD_SETSIZE; Lisp's sets have room for more. */
+static int fd_is_set(fd_set* set, int fd)
+{
+    return set && (((unsigned long*)set)[fd / 64] >> (fd % 64) & 1);
+}
 
 int64_t fiber_select_set(int n, fd_set* input, fd_set* output, fd_set* exceptions)
 {

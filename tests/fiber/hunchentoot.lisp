@@ -255,6 +255,14 @@ connection has ended."
 
 ;;;; Starting and stopping
 
+(test server-with-large-descriptors
+  (let ((fillers (loop repeat 1100 collect (sb-unix:unix-dup 0))))
+    (unwind-protect (with-server (server)
+                      (is (says-hello-p server))
+                      (hunchentoot:stop server)
+                      (is (refused-p server)))
+      (mapc #'sb-unix:unix-close fillers))))
+
 (test start-stop-start
   (with-server (server)
     (let ((port (hunchentoot:acceptor-port server)))

@@ -387,6 +387,43 @@
           (join (spawn (group) (socket-close a)))
           (is (equal (make-list 5 :initial-element :error) (join-all readers))))))))
 
+;;; Prevents: one who begins to wait between NOTE-CLOSE and the close waiting for ever.
+(test closed-just-after-a-fiber-began-to-wait
+  (on-carriers (n)
+    (with-group (group n)
+      (multiple-value-bind (reader writer) (sb-unix:unix-pipe)
+        (sb-fiber::note-close reader)
+        (let ((fiber (wait-until-parked
+                      (spawn (group)
+                        (handler-case (sb-sys:wait-until-fd-usable reader :input)
+                          (error (condition) (descriptor-closed-descriptor condition)))))))
+          (sb-alien:alien-funcall (sb-alien:extern-alien "close" (function sb-alien:int sb-alien:int))
+                                  reader)
+          (sb-fiber::note-closed reader)
+          (is (eql reader (join fiber))))
+        (sb-unix:unix-close writer)))))
+
+;;; Sets of more than 1,024 descriptors, as USOCKET makes them.
+(test select-of-large-numbers
+  (let ((fillers (loop repeat 1100 collect (sb-unix:unix-dup 0))))
+    (unwind-protect
+         (on-carriers (n)
+           (with-group (group n)
+             (with-sockets (a b)
+               (let ((fd (socket-file-descriptor a)))
+                 (is (< 1024 fd))
+                 (flet ((readable-p (seconds)
+                          (sb-alien:with-alien ((fds (sb-alien:struct sb-unix:fd-set)))
+                            (sb-unix:fd-zero fds)
+                            (sb-unix:fd-set fd fds)
+                            (sb-unix:unix-fast-select (1+ fd) (sb-alien:addr fds) nil nil seconds 0)
+                            (sb-unix:fd-isset fd fds))))
+                   (is (eq nil (join (spawn (group) (readable-p 0)))))
+                   (let ((fiber (wait-until-parked (spawn (group) (readable-p 3600)))))
+                     (socket-send b (octets 1) 1)
+                     (is (eq t (join fiber)))))))))
+      (mapc #'sb-unix:unix-close fillers))))
+
 ;;; The number of a closed descriptor is given to the next one that is opened. Prevents: a report for the old
 ;;; file that wakes who waits for the new one; one for the new one that is dropped as late.
 (test number-used-again
