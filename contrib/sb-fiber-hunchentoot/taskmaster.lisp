@@ -122,6 +122,21 @@ as after the last failure."
 
 ;;;; Connections
 
+(defclass connection (usocket:stream-usocket)
+  ((peer-name :initform nil
+              :accessor peer-name)
+   (local-name :initform nil
+               :accessor local-name))
+  (:documentation "The socket of a connection, which remembers the addresses of both ends:
+Hunchentoot asks for them at each request, and each answer is a system call."))
+
+(macrolet ((remembering (function slot)
+             `(defmethod ,function :around ((socket connection))
+                (values-list (or (,slot socket)
+                                 (setf (,slot socket) (multiple-value-list (call-next-method))))))))
+  (remembering usocket:get-peer-name peer-name)
+  (remembering usocket:get-local-name local-name))
+
 ;;; This runs in the loop that accepts, which an error would end.
 (defmethod hunchentoot:handle-incoming-connection ((taskmaster fiber-taskmaster) socket)
   (handler-case (start-connection taskmaster socket)
@@ -133,7 +148,8 @@ as after the last failure."
   "Start a fiber that serves the client at the other end of SOCKET, or close SOCKET."
   (let ((fiber nil) (started nil))
     (unwind-protect
-         (progn (setf fiber (make-connection-fiber taskmaster socket)
+         (progn (change-class socket 'connection)
+                (setf fiber (make-connection-fiber taskmaster socket)
                       (gethash fiber (connections taskmaster)) socket)
                 (submit-fiber (group taskmaster) fiber)
                 (setf started t))

@@ -164,7 +164,20 @@ connection has ended."
 (hunchentoot:define-easy-handler (count-requests :uri "/count") ()
   (princ-to-string (incf *count*)))
 
+(hunchentoot:define-easy-handler (tell-addresses :uri "/addresses") ()
+  (format nil "~A ~D ~A ~D" (hunchentoot:remote-addr*) (hunchentoot:remote-port*)
+          (hunchentoot:local-addr*) (hunchentoot:local-port*)))
+
 ;;;; Serving
+
+(test addresses-of-a-connection
+  (with-server (server)
+    (loop repeat 2
+          do (with-client (socket server)
+               (let ((expected (format nil "127.0.0.1 ~D 127.0.0.1 ~D" (usocket:get-local-port socket)
+                                       (hunchentoot:acceptor-port server))))
+                 (loop repeat 2
+                       do (is (equal expected (nth-value 1 (request socket "/addresses"))))))))))
 
 (test a-connection-has-a-fiber
   (with-server (server :carrier-count 1)
