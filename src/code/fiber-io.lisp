@@ -76,7 +76,7 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
   "What UNIX-SIMPLE-POLL does in a fiber: wait for FD at most MILLISECONDS, for ever if negative."
   (let ((direction (ecase direction (:input +input+) (:output +output+))))
     (cond ((= milliseconds 0)
-           (spend-budget) ; as in (LOOP UNTIL (LISTEN ...))
+           (take-turn +call-cost+) ; as in (LOOP UNTIL (LISTEN ...))
            (poll-now fd direction))
           ((park-on-fd fd direction
                        (and (> milliseconds 0) (nanoseconds-from-now (* milliseconds 1000000))))))))
@@ -141,14 +141,15 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
 (declaim (inline count-or-errno))
 (defun count-or-errno (result)
   (declare (type (signed-byte 64) result))
-  (cond ((minusp result) (values nil (- result)))
-        (t (spend-budget)
-           (values result 0))))
+  (if (minusp result)
+      (values nil (- result))
+      (values result 0)))
 
 (defun unix-read-now (fd sap n)
   "UNIX-READ, but in a fiber it fails with EWOULDBLOCK instead of waiting."
   (if (parkable-fd-p fd)
       (let ((cell (find-fd-cell fd t)))
+        (take-turn +turn+)
         (count-or-errno
          (call-by-kind cell +input+
                        (%receive-now fd sap n) (%read-now fd sap n) (%plain-read fd sap n))))
@@ -160,6 +161,8 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
       (with-pinned-objects (buffer)
         (let ((cell (find-fd-cell fd t))
               (sap (sap+ (if (system-area-pointer-p buffer) buffer (vector-sap buffer)) offset)))
+          ;; A response of several pieces is not torn apart for the sake of a turn.
+          (take-turn +call-cost+ +turn+)
           (count-or-errno
            (call-by-kind cell +output+
                          (%send-now fd sap n) (%write-now fd sap n) (%plain-write fd sap n)))))
@@ -188,7 +191,7 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
 (defun park-on-set (set deadline)
   "Park for a SET as runtime/fiber-linux.c describes it."
   (declare (type (signed-byte 64) set))
-  (cond ((= set -1) (spend-budget 1)) ; an acceptor, most likely
+  (cond ((= set -1) (take-turn +accept-cost+)) ; an acceptor, most likely
         ((= set -2) (park-until deadline))
         ((logtest set (ash 1 40))
          (let ((fd (ldb (byte 20 0) set)))
@@ -249,8 +252,9 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
   "Make accept(2) on FD not wait if this is a fiber. True if EAGAIN means that one must wait."
   (if (typep fd '(unsigned-byte 20))
       (let ((cell (find-fd-cell fd t)))
-        (when (and (not (fd-cell-nonblocking-by-us cell)) (can-park-p))
-          (when (= 1 (set-nonblocking fd))
+        (when (can-park-p)
+          (take-turn +accept-cost+)
+          (when (and (not (fd-cell-nonblocking-by-us cell)) (= 1 (set-nonblocking fd)))
             (setf (fd-cell-nonblocking-by-us cell) t)))
         (fd-cell-nonblocking-by-us cell))
       nil))
@@ -285,8 +289,11 @@ errno if it fails."
 (defconstant msg-dontwait #x40)
 
 (defun parking-flags (fd flags)
-  "FLAGS for a call that must not wait if this is a fiber."
-  (if (parkable-fd-p fd) (logior flags msg-dontwait) flags))
+  "FLAGS for a call that must not wait if this is a fiber, whose turn it is."
+  (cond ((parkable-fd-p fd)
+         (take-turn +call-cost+)
+         (logior flags msg-dontwait))
+        (t flags)))
 
 (defun parking-send (fd sap length flags)
   "send(2) of all of LENGTH bytes, as a call that waits does it."

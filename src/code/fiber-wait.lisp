@@ -111,13 +111,24 @@ In a signal handler and in a foreign callback there are addresses of the OS thre
   "What SLEEP does in a fiber."
   (park-until (nanoseconds-from-now nanoseconds)))
 
-;;; Not a yield of each call: the fibers in front would cost more than the call.
-(defun spend-budget (&optional (cost (/ +accepts-per-turn+ +calls-per-turn+)))
-  "Called in a fiber after a call that could have waited did not."
-  (declare (fixnum cost))
-  (let ((carrier (truly-the carrier *carrier*)))
-    (when (minusp (decf (carrier-budget carrier) cost))
-      (fiber-yield))))
+;;; A yield when nobody else is queued costs a look around, which is more than a call: it is put off.
+(defun turn-over-p (carrier overdraft)
+  (declare (carrier carrier) (fixnum overdraft))
+  (let ((scheduler (carrier-scheduler carrier))
+        (left (+ (carrier-budget carrier) overdraft)))
+    (and (<= left 0)
+         (or (<= left (* -32 +turn+))
+             (null scheduler)
+             (> (run-queue-length (scheduler-queue scheduler)) 0)
+             (injector-first (fiber-group-injector (truly-the fiber-group (carrier-group carrier))))))))
+
+(defun take-turn (cost &optional (overdraft 0))
+  "Called in a fiber before a call that perhaps will not wait, for COST: if what is left of its turn, and
+OVERDRAFT, is used up, and others wait for theirs, yield first."
+  (declare (fixnum cost overdraft))
+  (when (turn-over-p (truly-the carrier *carrier*) overdraft)
+    (fiber-yield))
+  (decf (carrier-budget (truly-the carrier *carrier*)) cost))
 
 (declaim (ftype (sfunction () null) fiber-yield))
 (defun fiber-yield ()

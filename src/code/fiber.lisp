@@ -91,9 +91,13 @@
 ;;;; of those; one in an injector behind P others after (P + 1) * (T + 1) turns of a scheduler. That is
 ;;;; the worst case, of fibers that wake each other and so fill the queue for ever. One that
 ;;;; yields while the injector holds any goes to its end, so that the queue drains, and N fibers
-;;;; that only yield all get their turn within 2 * N + 256 turns of a single carrier. A fiber that always finds its descriptors ready would never park: after
-;;;; +CALLS-PER-TURN+ such calls it yields (SPEND-BUDGET). One that accepts connections, which
-;;;; the kernel drops when too many wait, has +ACCEPTS-PER-TURN+.
+;;;; that only yield all get their turn within 2 * N + 256 turns of a single carrier.
+;;;;
+;;;; A fiber that always finds its descriptors ready would never park: before its second read in a
+;;;; turn it yields if others wait for theirs (TAKE-TURN), after 32 writes as well. So of clients that
+;;;; ask again as soon as they are answered none is served twice while another is not, and when
+;;;; there are many the next question has come when its turn has. One that accepts connections,
+;;;; which the kernel drops when too many wait, may accept +TURN+ of them.
 
 ;;;; phases
 
@@ -114,8 +118,10 @@
 ;;;; schedulers, carriers, groups
 
 (defconstant +turns-per-poll+ 61)
-(defconstant +calls-per-turn+ 32)
-(defconstant +accepts-per-turn+ 1024)
+;;; What a fiber may spend before it lets others go on.
+(defconstant +turn+ 1024)
+(defconstant +call-cost+ 32)
+(defconstant +accept-cost+ 1)
 
 (defstruct (scheduler (:constructor %make-scheduler (group poller))
                       (:copier nil))
@@ -137,7 +143,7 @@
   (inbox nil)
   ;; What a spare sleeps on: 1 when there may be something for it.
   (alarm 0 :type word)
-  ;; How many more calls the mounted fiber may find ready before it yields.
+  ;; What is left of the mounted fiber's +TURN+.
   (budget 0 :type fixnum)
   ;; Who was left by the last switch on this carrier, and what is to become of it.
   (predecessor nil)
@@ -323,7 +329,7 @@
   "Carry out what the stack that was left wanted."
   (let* ((carrier (truly-the carrier *carrier*))
          (predecessor (carrier-predecessor carrier)))
-    (setf (carrier-budget carrier) +accepts-per-turn+)
+    (setf (carrier-budget carrier) +turn+)
     (when predecessor
       (let ((fiber (truly-the fiber predecessor))
             (action (carrier-action carrier)))
