@@ -93,3 +93,11 @@ and return one of those, or NIL."
                  (barrier (:write))
                  (setf (run-queue-tail thief) (truly-the fixnum (+ tail n)))
                  (return (run-queue-take thief)))))))))
+
+;;; What thieves took is still in the ring, and what an attempt to steal copied.
+(declaim (ftype (sfunction (run-queue) null) run-queue-forget))
+(defun run-queue-forget (queue)
+  "If QUEUE is empty let it no longer keep alive what was in it. For the owner."
+  (when (= (run-queue-length queue) 0)
+    (fill (run-queue-ring queue) 0))
+  nil)

@@ -544,6 +544,7 @@ their processors from those who work."
   (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
          (poller (scheduler-poller scheduler))
          (bit (ash 1 (poller-index poller))))
+    (run-queue-forget (scheduler-queue scheduler))
     (setf (poller-sleep poller) 1)
     (enter-idle group bit)              ; a full barrier, see the head of this file
     (collect-reports scheduler (if (something-to-do-p carrier scheduler) 0 (time-to-sleep scheduler)))

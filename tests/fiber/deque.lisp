@@ -51,6 +51,20 @@
     (is (equal (append (loop for i from 1 below capacity collect i) '(:last))
                (take-all queue)))))
 
+;;; Prevents: fibers kept alive by the places that they were in.
+(test forget
+  (let ((victim (make-queue 250)) (thief (make-queue 3)))
+    (dotimes (i 100) (put victim (1+ i)))
+    (steal victim thief)
+    (sb-fiber::run-queue-forget victim)
+    (is (= 50 (length (take-all victim))))
+    (is (= 49 (length (take-all thief))))
+    (dolist (queue (list victim thief))
+      (sb-fiber::run-queue-forget queue)
+      (is (every #'zerop (sb-fiber::run-queue-ring queue))))
+    (put victim :one)
+    (is (eq :one (take victim)))))
+
 ;;; Prevents: a thief that leaves the last object to an owner who may be busy for long.
 (test steal-half-rounded-up
   (dolist (n '(0 1 2 3 4 5 255 256))
