@@ -431,9 +431,22 @@ int fiber_put_back_signal_mask()
     return 1;
 }
 
+/* In a handler signals are blocked and none is deferred, or they come. What has been deferred
+ * on this carrier, and why it has signals blocked, is another's: let it come again, to be pending
+ * in the kernel or be deferred anew, according to the mask of the handler. */
+static void send_deferred_signal_again(struct thread* th)
+{
+    struct interrupt_data* data = &thread_interrupt_data(th);
+    if (!data->pending_handler) return;
+    data->pending_handler = 0;
+    write_TLS(INTERRUPT_PENDING, NIL, th);
+    pthread_kill(pthread_self(), data->pending_signal);
+}
+
 /* The fiber goes on in its handler. */
 void fiber_restore_signal_mask()
 {
+    send_deferred_signal_again(get_sb_vm_thread());
     sigset_t mask;
     sigemptyset(&mask);
     memcpy(&mask, &get_sb_vm_thread()->fiber_context->signal_mask, sizeof (lispobj));

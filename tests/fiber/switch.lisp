@@ -590,7 +590,7 @@
   (on-carriers (n)
     (with-group (group n)
       (let* ((count 0) (stop nil)
-             (fiber (spawn (group) (loop until stop do (fiber-park) (incf count)) :ended))
+             (fiber (spawn (group) (loop (fiber-park) (incf count) (when stop (return :ended)))))
              (threads (loop repeat 3
                             collect (sb-thread:make-thread
                                      (lambda () (loop repeat 500 do (fiber-unpark fiber)))))))
