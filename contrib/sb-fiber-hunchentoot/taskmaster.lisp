@@ -117,8 +117,14 @@ as after the last failure."
               (start-fibers nil :name name :carrier-count (carrier-count taskmaster)))
           (acceptor-fiber taskmaster)
           (submit-fiber (group taskmaster)
-                        (make-fiber (lambda () (hunchentoot:accept-connections acceptor))
-                                    :name name)))))
+                        (make-fiber (lambda () (accept-connections acceptor)) :name name)))))
+
+;;; It is ended where it waits for a connection, and nowhere else: a socket that has just been
+;;; accepted is in nobody's list yet.
+(defun accept-connections (acceptor)
+  (sb-sys:without-interrupts
+    (sb-sys:allow-with-interrupts
+      (hunchentoot:accept-connections acceptor))))
 
 ;;;; Connections
 

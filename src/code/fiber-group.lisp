@@ -154,9 +154,6 @@ registered; there is :ONE-SHOT. NAME is for printing."
                                 (and deadline (seconds-until deadline)))
         (return nil)))))
 
-(defun seconds-until (deadline)
-  (/ (max 0 (- deadline (fiber-now))) 1000000000))
-
 (declaim (ftype (sfunction (t &key (:timeout (or null (real 0))) (:abort t)) boolean) finish-fibers))
 (defun finish-fibers (group &key timeout abort)
   "Wait until the fibers of GROUP have ended, at most TIMEOUT seconds, and then stop its carriers. If

@@ -15,8 +15,8 @@
 
 (declaim (ftype (sfunction (fiber &key (:stream t) (:count t)) null) print-fiber-backtrace))
 (defun print-fiber-backtrace (fiber &key (stream *debug-io*) (count 1000))
-  "Print what FIBER is doing to STREAM, at most COUNT frames. A fiber that is parked or runnable is
-interrupted for it: it prints the backtrace itself, at the point where it is parked."
+  "Print what FIBER is doing to STREAM, at most COUNT frames. Another fiber than the running one is
+interrupted for it, and makes the backtrace itself."
   (cond ((eq fiber *current-thread*)
          (sb-debug:print-backtrace :stream stream :count count))
         (t
@@ -31,7 +31,7 @@ interrupted for it: it prints the backtrace itself, at the point where it is par
                            (not (fiber-alive-p fiber))))
            (if text
                (write-string text stream)
-               (format stream "~S ended before it parked.~%" fiber)))))
+               (format stream "~S has ended.~%" fiber)))))
   nil)
 
 ;;;; the bindings of a fiber, for others to look at

@@ -60,10 +60,10 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
         (cell (find-fd-cell fd t)))
     (loop
       (let ((result (without-interruptions (wait-for-fd fiber cell direction deadline))))
+        (see-interruptions fiber)
         (cond ((eq result :ready) (return t))
               ((eq result :timeout) (return nil))
-              ((eq result :interrupted) (run-allowed-interruptions fiber))
-              ((eq result :again))
+              ((member result '(:interrupted :again)))
               ((eq result :closed) (error 'descriptor-closed :descriptor fd))
               (t (setf (fd-cell-kind cell) :plain)
                  (return t)))))))
@@ -188,35 +188,40 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
 
 ;;; An epoll descriptor is itself a file that becomes readable: a fiber that waits for several
 ;;; descriptors waits for one made of them, and then asks without waiting which it was.
-(defun park-on-set (set deadline)
-  "Park for a SET as runtime/fiber-linux.c describes it."
-  (declare (type (signed-byte 64) set))
-  (cond ((= set -1) (take-turn +accept-cost+)) ; an acceptor, most likely
-        ((= set -2) (park-until deadline))
-        ((logtest set (ash 1 40))
-         (let ((fd (ldb (byte 20 0) set)))
-           (unwind-protect (park-on-fd fd +input+ deadline)
-             (sb-unix:unix-close fd))))
-        (t (park-on-fd (ldb (byte 20 0) set) (ldb (byte 2 32) set) deadline))))
+(defun park-on-set (make-set deadline)
+  "Park for a set as runtime/fiber-linux.c describes it, which MAKE-SET returns."
+  (declare (function make-set) (dynamic-extent make-set))
+  (without-interrupts ; lest the descriptor be lost
+    (let* ((set (funcall make-set))
+           (fd (ldb (byte 20 0) set)))
+      (declare (type (signed-byte 64) set))
+      (cond ((= set -1) (with-local-interrupts (take-turn +accept-cost+))) ; an acceptor, most likely
+            ((= set -2) (with-local-interrupts (park-until deadline)))
+            ((logtest set (ash 1 40))
+             (unwind-protect (with-local-interrupts (park-on-fd fd +input+ deadline))
+               (sb-unix:unix-close fd)))
+            (t (with-local-interrupts (park-on-fd fd (ldb (byte 2 32) set) deadline)))))))
 
 (defun park-before-select (n read-fds write-fds exception-fds seconds microseconds)
   "Park until select(2) with these arguments would not wait, or its time is over. To be called when
 it has been found that it would."
   (flet ((sap (fds) (if fds (alien-sap fds) (int-sap 0))))
-    (park-on-set (alien-funcall
-                  (extern-alien "fiber_select_set"
-                                (function (signed 64) int system-area-pointer system-area-pointer
-                                          system-area-pointer))
-                  n (sap read-fds) (sap write-fds) (sap exception-fds))
+    (park-on-set (lambda ()
+                   (alien-funcall
+                    (extern-alien "fiber_select_set"
+                                  (function (signed 64) int system-area-pointer system-area-pointer
+                                            system-area-pointer))
+                    n (sap read-fds) (sap write-fds) (sap exception-fds)))
                  (and (or seconds microseconds)
                       (timeout-to-deadline (or seconds 0) (or microseconds 0))))))
 
 (defun park-before-poll (pollfds n milliseconds)
   "Park until poll(2) with these arguments would not wait, or its time is over. To be called
 when it has been found that it would."
-  (park-on-set (alien-funcall (extern-alien "fiber_poll_set"
-                                            (function (signed 64) system-area-pointer int))
-                              pollfds n)
+  (park-on-set (lambda ()
+                 (alien-funcall (extern-alien "fiber_poll_set"
+                                              (function (signed 64) system-area-pointer int))
+                                pollfds n))
                (and (>= milliseconds 0) (nanoseconds-from-now (* milliseconds 1000000)))))
 
 ;;;; sockets
@@ -237,7 +242,7 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
                    (or (nonblocking-by-us-p fd)
                        (and (parkable-fd-p fd) (not (nonblocking-p fd)))))
         (return result))
-      (sb-unix:unix-simple-poll fd direction -1))))
+      (with-interrupts (sb-unix:unix-simple-poll fd direction -1)))))
 
 (defun nonblocking-p (fd)
   (= 1 (alien-funcall (extern-alien "fiber_is_nonblocking" (function int int)) fd)))
@@ -276,15 +281,16 @@ errno if it fails."
                           fd (alien-sap address) size))
          (finish ()
            (alien-funcall (extern-alien "fiber_connect_result" (function int int)) fd)))
-    (if (and (parkable-fd-p fd) (= 1 (set-nonblocking fd)))
-        (unwind-protect
-             (cond ((= 0 (connect)) 0)
-                   ((= (get-errno) errno-einprogress)
-                    (park-on-fd fd +output+ nil)
-                    (finish))
-                   (t -1))
-          (alien-funcall (extern-alien "fiber_set_blocking" (function int int)) fd))
-        (connect))))
+    (without-interrupts ; lest the flag stay set
+      (if (and (parkable-fd-p fd) (= 1 (set-nonblocking fd)))
+          (unwind-protect
+               (cond ((= 0 (connect)) 0)
+                     ((= (get-errno) errno-einprogress)
+                      (with-local-interrupts (park-on-fd fd +output+ nil))
+                      (finish))
+                     (t -1))
+            (alien-funcall (extern-alien "fiber_set_blocking" (function int int)) fd))
+          (with-local-interrupts (connect))))))
 
 (defconstant msg-dontwait #x40)
 

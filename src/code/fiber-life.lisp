@@ -117,10 +117,11 @@ that runs no fiber this is PROGN."
   (declare (function function) (dynamic-extent function))
   (let ((fiber (current-fiber)))
     (if fiber
-        (unwind-protect
-             (progn (incf (fiber-pin-count fiber))
-                    (funcall function))
-          (decf (fiber-pin-count fiber)))
+        (let ((outer (fiber-pin-count fiber)))
+          (unwind-protect
+               (progn (setf (fiber-pin-count fiber) (1+ outer))
+                      (funcall function))
+            (setf (fiber-pin-count fiber) outer)))
         (funcall function))))
 
 ;;;; a fiber's first and last moments
@@ -135,11 +136,8 @@ that runs no fiber this is PROGN."
             (get-lisp-obj-address sb-vm:*current-catch-block*))
       ;; CATCH-RUNAWAY-UNWIND takes the end of the chain of cleanups for the end of the
       ;; stack: the catch tags of the fiber must lie within one.
-      (unwind-protect
-           (progn (setq *interrupts-enabled* t)
-                  (call-fiber-function fiber))
+      (unwind-protect (call-fiber-function fiber)
         (setq *interrupts-enabled* nil)))
-    (setq *interrupts-enabled* nil) ; FIBER-LOST does not pass the cleanup
     (when (eq (fiber-failure fiber) t) (report-loss fiber))
     (end-fiber fiber)))
 
@@ -150,19 +148,22 @@ that runs no fiber this is PROGN."
     (finish-output *error-output*)))
 
 (defun call-fiber-function (fiber)
-  (when *interrupt-pending* (sb-unix::receive-pending-interrupt))
   (catch 'sb-impl::toplevel-catcher
     (catch 'sb-impl::%end-of-the-world
       (catch 'sb-thread::%abort-thread
         (restart-bind ((abort (lambda () (throw 'sb-thread::%abort-thread nil))
                          :report-function
                          (lambda (stream) (format stream "~@<abort fiber (~a)~@:>" fiber))))
-          (setf (fiber-result fiber)
-                (multiple-value-list
-                 (catch 'sb-thread::%return-from-thread
-                   (sb-c::inspect-unwinding
-                    (call-with-initial-bindings fiber)
-                    #'sb-di::catch-runaway-unwind))))))))
+          ;; Bound inside of all tags: an interruption that came between the end of a tag and a
+          ;; SETQ would throw to a tag that is no more.
+          (let ((*interrupts-enabled* t))
+            (when *interrupt-pending* (sb-unix::receive-pending-interrupt))
+            (setf (fiber-result fiber)
+                  (multiple-value-list
+                   (catch 'sb-thread::%return-from-thread
+                     (sb-c::inspect-unwinding
+                      (call-with-initial-bindings fiber)
+                      #'sb-di::catch-runaway-unwind)))))))))
   (when *exit-in-progress* (exit-from-thread)))
 
 ;;; EXIT has unwound the fiber that called it. What comes next is for a thread: it waits
@@ -177,7 +178,7 @@ that runs no fiber this is PROGN."
 (defun call-with-initial-bindings (fiber)
   (let ((function (the function (shiftf (fiber-function fiber) nil)))
         (bindings (shiftf (fiber-initial-bindings fiber) nil)))
-    (run-allowed-interruptions fiber)
+    (see-interruptions fiber)
     (if bindings
         (progv (mapcar #'car bindings) (mapcar #'cdr bindings)
           (funcall function))
@@ -253,8 +254,10 @@ GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is
       (error 'simple-type-error :datum fiber :expected-type 'fiber
              :format-control "~@<~S is not a fiber; MAKE-FIBER makes one.~:@>"
              :format-arguments (list fiber)))
-    (enter-group group fiber)
-    (without-interruptions (make-runnable fiber))
+    ;; What is counted and not queued would never end.
+    (without-interrupts
+      (allow-with-interrupts (enter-group group fiber))
+      (make-runnable fiber))
     fiber))
 
 (defun group-argument (group)
@@ -269,8 +272,9 @@ GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is
                   :format-arguments (list group)))))
 
 (defun misuse (fiber control &rest arguments)
-  (error 'sb-thread::simple-thread-error :thread fiber
-         :format-control control :format-arguments arguments))
+  (with-interrupts
+    (error 'sb-thread::simple-thread-error :thread fiber
+           :format-control control :format-arguments arguments)))
 
 (defun enter-group (group fiber)
   (unless (phase-becomes-p fiber +new+ +parking+) ; nobody else submits it now
@@ -314,31 +318,27 @@ signal a JOIN-THREAD-ERROR if DEFAULT is not given: FIBER-FAILED if it ended by 
   "Wait until the word at ADDRESS, in the pinned OBJECT, is not VALUE. Return false if TIMEOUT seconds
 are over before."
   (with-pinned-objects (object)
-    (multiple-value-bind (to-sec to-usec stop-sec stop-usec deadlinep)
-        (sb-impl::decode-timeout timeout)
-      (loop
-        (unless (= (sap-ref-32 (int-sap address) 0) value) (return t))
-        (when (eql futex-timed-out (wait-on-word address value (or to-sec -1) (or to-usec 0)))
-          (if deadlinep (sb-sys:signal-deadline) (return nil)))
-        (when to-sec
-          (setf (values to-sec to-usec)
-                (sb-impl::relative-decoded-times stop-sec stop-usec)))))))
+    (until-time-limit (limit timeout)
+      (unless (= (sap-ref-32 (int-sap address) 0) value) (return t))
+      (unless (deadline-passed-p limit)
+        (multiple-value-call #'wait-on-word address value (time-left limit))))))
 
 ;;;; interrupting
 
 (declaim (ftype (sfunction (fiber function) null) interrupt-fiber))
 (defun interrupt-fiber (fiber function)
-  "Let FIBER call FUNCTION, without arguments, where it is parked or when it parks next. If FUNCTION
-returns, the wait goes on. Signals an INTERRUPT-THREAD-ERROR if FIBER has ended."
+  "Let FIBER call FUNCTION, without arguments, whatever it is doing, unless it is in WITHOUT-INTERRUPTS.
+If FUNCTION returns, what was interrupted goes on. Signals an INTERRUPT-THREAD-ERROR if
+FIBER has ended. All that is said of INTERRUPT-THREAD holds for this."
   (unless (%interrupt-fiber fiber function)
     (error 'sb-thread:interrupt-thread-error :thread fiber))
   nil)
 
 (declaim (ftype (sfunction (fiber) null) terminate-fiber))
 (defun terminate-fiber (fiber)
-  "End FIBER where it is parked, or when it parks next, unwinding its stack: cleanup forms run, and
-joining it finds it aborted. A fiber that was not submitted never runs. Signals an
-INTERRUPT-THREAD-ERROR if FIBER has ended."
+  "End FIBER, unwinding its stack from wherever it is: cleanup forms run, and joining it finds
+it aborted. A fiber that was not submitted never runs. Signals an INTERRUPT-THREAD-ERROR if
+FIBER has ended. All that is said of TERMINATE-THREAD holds for this."
   (if (phase-becomes-p fiber +new+ +parking+)
       (declare-dead fiber)
       (interrupt-fiber fiber #'sb-thread:abort-thread)))
@@ -358,13 +358,12 @@ who look at the fiber."
   (unless (can-park-p)
     (misuse *current-thread* "~@<~S cannot park here: ~:[it is no fiber~;it must not leave its ~
                               carrier~].~:@>" *current-thread* (in-fiber-p)))
-  (let ((fiber (truly-the fiber *current-thread*))
-        (deadline (and timeout (seconds-from-now timeout))))
-    (loop
-      (run-allowed-interruptions fiber)
+  (let ((fiber (truly-the fiber *current-thread*)))
+    (until-time-limit (limit timeout)
       (when (= (cas (fiber-user-permit fiber) 1 0) 1) (return t))
-      (when (deadline-passed-p deadline) (return nil))
-      (without-interruptions (park reason deadline)))))
+      (unless (deadline-passed-p limit)
+        (without-interruptions (park reason limit))
+        (see-interruptions fiber)))))
 
 (declaim (ftype (sfunction (fiber) null) fiber-unpark))
 (defun fiber-unpark (fiber)

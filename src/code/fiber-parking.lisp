@@ -163,7 +163,7 @@ the time is over, 2 after an interruption, -1 if the word is not EXPECTED."
                        (wait-in-bucket fiber address expected
                                        (timeout-to-deadline to-sec to-usec)))))
         (when (fiber-interruptions fiber)
-          (with-interrupts (run-allowed-interruptions fiber)))
+          (with-interrupts (see-interruptions fiber)))
         result)
       (wait-natively address expected to-sec to-usec)))
 

@@ -49,8 +49,7 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   ;; in a chain of waiters, from which it takes itself out when it runs.
   (next nil)
   (wait-next nil)
-  ;; Deadline in the clock of FIBER-NOW, its place in the heap (-1: in none), whose heap.
-  (deadline 0 :type fixnum)
+  ;; Its place in a deadline heap (-1: in none), and which heap that is.
   (heap-index -1 :type fixnum)
   (heap nil)
   ;; The word that it waits on in the parking lot, 0 once it has been taken out.

@@ -66,19 +66,50 @@ In a signal handler and in a foreign callback there are addresses of the OS thre
   (declare (type (or null fixnum) deadline))
   (and deadline (>= (fiber-now) deadline)))
 
+(defun seconds-until (deadline)
+  (/ (max 0 (- deadline (fiber-now))) 1000000000))
+
+(defun time-left (deadline)
+  "Seconds and microseconds until DEADLINE; -1 and 0, as for FUTEX-WAIT, if it is NIL."
+  (if deadline
+      (truncate (ceiling (max 0 (- deadline (fiber-now))) 1000) 1000000)
+      (values -1 0)))
+
+;;; DEADLINE-TIMEOUT is signalled here if the time of WITH-DEADLINE is over already.
+(defun time-limit (end)
+  "The deadline of a wait until END, a deadline or NIL, and true if it is that of WITH-DEADLINE,
+which comes first."
+  (if sb-impl::*deadline*
+      (multiple-value-bind (sec usec stop-sec stop-usec deadlinep)
+          (sb-impl::decode-timeout (and end (seconds-until end)))
+        (declare (ignore stop-sec stop-usec))
+        (if deadlinep
+            (values (timeout-to-deadline sec usec) t)
+            (values end nil)))
+      (values end nil)))
+
+(defmacro until-time-limit ((limit timeout) &body body)
+  "Execute BODY again and again, with LIMIT bound to the deadline for what waits in it, until it exits, or
+until TIMEOUT seconds are over: then return NIL. The deadline of WITH-DEADLINE is signalled."
+  (with-unique-names (end deadlinep)
+    `(let ((,end (and ,timeout (seconds-from-now ,timeout))))
+       (multiple-value-bind (,limit ,deadlinep) (time-limit ,end)
+         (loop
+           ,@body
+           (when (deadline-passed-p ,limit)
+             (unless ,deadlinep (return nil))
+             (sb-sys:signal-deadline)
+             (setf (values ,limit ,deadlinep) (time-limit ,end))))))))
+
 ;;;; interruptions: functions that others want a fiber to call
 
-;;; They are called at the points where a fiber parks. Who parks with interrupts off, and did
-;;; not ask to be interruptible, is interrupted later, as a thread is.
-(declaim (ftype (sfunction (fiber function) boolean) %interrupt-fiber))
-(defun %interrupt-fiber (fiber function)
-  "Let FIBER call FUNCTION when it next parks, or now if it is parked. Return false if it has ended."
-  (loop
-    (when (= (fiber-phase-only fiber) +dead+) (return nil))
-    (let ((old (fiber-interruptions fiber)))
-      (when (eq (cas (fiber-interruptions fiber) old (append old (list function))) old)
-        (unpark fiber)
-        (return t)))))
+;;; They are queued in the fiber, and called by it, in order,
+;;;  - where it is interrupted by the signal that is sent to its carrier, if it is mounted;
+;;;  - where it has parked or yielded, when it is resumed;
+;;;  - before its function, if it has not begun.
+;;; With interrupts off it calls them when they are on again, as a thread does. So it must not be
+;;; resumed without a look at the queue: all who call PARK or LEAVE call SEE-INTERRUPTIONS
+;;; afterwards. What is queued when the fiber ends is dropped.
 
 (defun next-interruption (fiber)
   (loop
@@ -86,16 +117,87 @@ In a signal handler and in a foreign callback there are addresses of the OS thre
       (when (or (null old) (eq (cas (fiber-interruptions fiber) old (cdr old)) old))
         (return (car old))))))
 
+;;; What IN-INTERRUPTION does, but for the signal mask: there may have been no signal.
+(defun call-interruption (function)
+  (without-interrupts
+    (sb-unix::with-interrupt-bindings
+      (sb-thread::without-thread-waiting-for (:already-without-interrupts t)
+        (allow-with-interrupts
+          (funcall (or sb-thread::*interrupt-handler* #'funcall) function))))))
+
 (defun run-interruptions (fiber)
   (loop
     (let ((function (next-interruption fiber)))
       (unless function (return))
-      (without-interrupts
-        (allow-with-interrupts (funcall (the function function)))))))
+      (call-interruption function))))
 
-(defun run-allowed-interruptions (fiber)
-  (when (and *interrupts-enabled* (fiber-interruptions fiber))
-    (run-interruptions fiber)))
+(declaim (inline see-interruptions))
+(defun see-interruptions (fiber)
+  "Let FIBER, which is running, call what others want it to, or do so once interrupts are on."
+  (when (fiber-interruptions fiber)
+    (if *interrupts-enabled*
+        (run-interruptions fiber)
+        ;; The handler is deferred until they are.
+        (sb-unix:raise sb-unix:sigurg))))
+
+(define-alien-routine ("fiber_interrupt_os_thread" %interrupt-os-thread) void (tid int))
+
+(declaim (ftype (sfunction (fiber function) boolean) %interrupt-fiber))
+(defun %interrupt-fiber (fiber function)
+  "Let FIBER call FUNCTION as soon as it can. Return false if it has ended. May be called from anywhere."
+  (loop
+    (when (= (fiber-phase-only fiber) +dead+) (return nil))
+    (let ((old (fiber-interruptions fiber)))
+      (when (eq (cas (fiber-interruptions fiber) old (append old (list function))) old)
+        (if (eq fiber *current-thread*)
+            (see-interruptions fiber)
+            (notify-of-interruption fiber))
+        (return t)))))
+
+;;; The interruption has been queued, by an operation that is a full barrier.
+(defun notify-of-interruption (fiber)
+  "Let FIBER look at its interruptions, if it is not going to do so anyway."
+  (let ((carrier (fiber-carrier fiber)))
+    (unpark fiber) ; it may be about to park
+    (when carrier
+      (%interrupt-os-thread
+       (sb-thread::thread-os-tid (truly-the thread (carrier-thread (truly-the carrier carrier))))))))
+
+;;; Of the signal contexts that a thread has room for, interruptions take so many at most.
+(defconstant max-nested-interruptions 3)
+
+(defun handle-interruption (fiber)
+  "What the handler of SIGURG does on the stack of FIBER. One at a time: the next interrupts this one
+if it enables interrupts or exits non-locally, as in a thread."
+  (note-interruptions-of-carrier (truly-the carrier *carrier*))
+  (if (> *free-interrupt-context-index* max-nested-interruptions)
+      (interrupt-later fiber)
+      (let ((function (next-interruption fiber)))
+        (when (fiber-interruptions fiber) (sb-unix:raise sb-unix:sigurg))
+        (when function (call-interruption function)))))
+
+;;; Who comes out of a handler by a non-local exit is interrupted before the handler's context
+;;; is gone. The process ends when there is no room for another one.
+(defun interrupt-later (fiber)
+  "Let FIBER, which is running, look at its interruptions again in a millisecond."
+  (when (fiber-interruptions fiber)
+    (let ((alarm (make-alarm fiber nil)))
+      (setf (alarm-function alarm) (constantly nil))
+      (enter-time (nearest-scheduler fiber) alarm (nanoseconds-from-now 1000000)))))
+
+;;; System threads have SIGALRM blocked. Who leaves a handler by a non-local exit has unblocked all.
+(define-alien-routine ("fiber_block_timer_signal" block-timer-signal) void)
+
+;;;; interruptions of carriers
+
+;;; A carrier is a thread, and may be interrupted as any other. It calls what it is to call on its own
+;;; stack, between two fibers, where *CURRENT-THREAD*, bindings and catch tags are its own.
+
+(defun note-interruptions-of-carrier (carrier)
+  "Let CARRIER go to its own stack when the fiber on it is left, if there is something to call there."
+  (let ((scheduler (carrier-scheduler carrier)))
+    (when (and scheduler (sb-thread::thread-interruptions (carrier-thread carrier)))
+      (setf (scheduler-turns scheduler) +turns-per-poll+))))
 
 ;;;; the simplest things to wait for
 
@@ -103,9 +205,9 @@ In a signal handler and in a foreign callback there are addresses of the OS thre
   "Park until DEADLINE, or for ever if it is NIL. Interruptions run, and the wait goes on."
   (let ((fiber (truly-the fiber *current-thread*)))
     (loop
-      (run-allowed-interruptions fiber)
       (when (deadline-passed-p deadline) (return))
-      (without-interruptions (park :sleep deadline)))))
+      (without-interruptions (park :sleep deadline))
+      (see-interruptions fiber))))
 
 (defun sleep-in-fiber (nanoseconds)
   "What SLEEP does in a fiber."
@@ -136,9 +238,9 @@ OVERDRAFT, is used up, and others wait for theirs, yield first."
 no fiber, yield the processor."
   (cond ((can-park-p)
          (let ((fiber (truly-the fiber *current-thread*)))
-           (run-allowed-interruptions fiber)
            (without-interruptions
              (prepare-zone fiber)
-             (leave :yield))))
+             (leave :yield))
+           (see-interruptions fiber)))
         (t (alien-funcall (extern-alien "thread_yield" (function int)))))
   nil)

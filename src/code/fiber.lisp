@@ -37,6 +37,7 @@
 ;;;;   fiber-life     a fiber from its making to its end, as users see it
 ;;;;   fiber-group    groups of carriers, as users see them
 ;;;;   fiber-inspect  looking into a fiber from outside
+;;;;   fiber-alarm    timers of fibers
 ;;;; The switch itself is assembly/x86-64/fiber.
 ;;;;
 ;;;; The phases of a fiber, in its slot PHASE, moved by compare-and-swap:
@@ -69,6 +70,13 @@
 ;;;; "enter IDLE, then look" there is a full barrier on both sides (a compare-and-swap), so that one
 ;;;; of them sees the other: no wake-up is lost, and nobody wakes by time only to look. One
 ;;;; searcher is enough, since it wakes another when it finds something and more is left.
+;;;;
+;;;; Interrupting. Who wants a fiber to call a function queues that in the fiber, and then
+;;;; looks whether it is mounted. If so he sends a signal to its carrier, whose handler runs
+;;;; what is queued for the fiber that it finds there. If not, the fiber is resumed later, and looks
+;;;; then. Again there is a full barrier on both sides: between "queue, then read CARRIER"
+;;;; a compare-and-swap, between "write CARRIER, then look" what AFTER-SWITCH does. A signal
+;;;; that finds scheduler code or another fiber does nothing, and nothing is lost by it.
 ;;;;
 ;;;; Designs that were refused:
 ;;;;  - a parked fiber's condition as a predicate that the scheduler tests each turn: costs
@@ -326,17 +334,20 @@
 
 (declaim (inline after-switch))
 (defun after-switch ()
-  "Carry out what the stack that was left wanted."
+  "Carry out what the stack that was left wanted. All of this contains a full barrier: who looks
+for interruptions next has been seen to be mounted by those who have queued none yet."
   (let* ((carrier (truly-the carrier *carrier*))
          (predecessor (carrier-predecessor carrier)))
     (setf (carrier-budget carrier) +turn+)
-    (when predecessor
-      (let ((fiber (truly-the fiber predecessor))
-            (action (carrier-action carrier)))
-        (setf (carrier-predecessor carrier) nil)
-        (cond ((eq action :yield) (requeue fiber))
-              ((eq action :park) (finish-parking fiber))
-              (t (free-stack fiber)))))))
+    (if predecessor
+        (let ((fiber (truly-the fiber predecessor))
+              (action (carrier-action carrier)))
+          (setf (carrier-predecessor carrier) nil)
+          (cond ((eq action :yield) (requeue fiber))
+                ((eq action :park) (finish-parking fiber))
+                (t (free-stack fiber)
+                   (barrier (:memory)))))
+        (barrier (:memory)))))
 
 (declaim (inline mount))
 (defun mount (carrier from fiber)
@@ -405,10 +416,14 @@ what the fiber waits for, for those who look at it from outside. With interrupts
     (setf (fiber-wait-reason fiber) nil)))
 
 (defun enter-deadline (fiber deadline)
-  (let ((scheduler (nearest-scheduler fiber)))
-    (heap-insert (scheduler-deadlines scheduler) fiber deadline)
-    ;; Who serves another one may be asleep until a later time.
-    (unless (eq scheduler (carrier-scheduler (truly-the carrier *carrier*)))
+  (enter-time (nearest-scheduler fiber) fiber deadline))
+
+(defun enter-time (scheduler entry time)
+  "Let SCHEDULER serve ENTRY, a fiber or an alarm, at TIME."
+  (heap-insert (scheduler-deadlines scheduler) entry time)
+  ;; Who serves another one may be asleep until a later time.
+  (let ((carrier *carrier*))
+    (unless (and carrier (eq scheduler (carrier-scheduler (truly-the carrier carrier))))
       (wake-poller (scheduler-poller scheduler)))))
 
 (defun nearest-scheduler (fiber)
@@ -420,13 +435,17 @@ what the fiber waits for, for those who look at it from outside. With interrupts
 ;;;; the work of a carrier
 
 (defun collect-expired (scheduler)
-  "Unpark the fibers of SCHEDULER whose deadlines have come."
+  "Unpark the fibers of SCHEDULER whose deadlines have come, interrupt those whose alarms have."
   (let ((heap (scheduler-deadlines scheduler)))
     (when (/= (deadline-heap-nearest heap) most-positive-fixnum)
       (let ((now (fiber-now)))
-        (loop (let ((fiber (heap-take-expired heap now)))
-                (unless fiber (return))
-                (unpark fiber)))))))
+        (loop (let ((entry (heap-take-expired heap now)))
+                (cond ((null entry) (return))
+                      ((fiber-p entry) (unpark (truly-the fiber entry)))
+                      (t (ring-alarm (truly-the alarm entry))))))))))
+
+(defun ring-alarm (alarm)
+  (%interrupt-fiber (alarm-fiber alarm) (the function (alarm-function alarm))))
 
 (declaim (inline half-room))
 (defun half-room (queue)
@@ -564,12 +583,21 @@ their processors from those who work."
                      (fiber-next fiber) nil)
                (run-on-carrier carrier fiber)))))
 
-;;; Handlers that were deferred while the scheduler ran. They run on the carrier's
-;;; own stack, where a wait for a lock is a native one that is announced.
+;;; Handlers that were deferred while the scheduler ran, and what others want this OS thread
+;;; to call. They run on the carrier's own stack, where a wait for a lock is a native one that
+;;; is announced.
 (defun run-pending-handlers ()
-  (when *interrupt-pending*
-    (let ((*interrupts-enabled* t))
-      (sb-unix::receive-pending-interrupt))))
+  (when (or *interrupt-pending* (sb-thread::thread-interruptions *current-thread*))
+    (unless (eq :done (catch 'sb-thread::%abort-thread (receive-signals) :done))
+      ;; Fibers that are pinned to this carrier could never run again.
+      (warn "~@<~S runs fibers and is not ended by this; FINISH-FIBERS ends it.~:@>"
+            *current-thread*))))
+
+(defun receive-signals ()
+  (let ((*interrupts-enabled* t))
+    (when *interrupt-pending* (sb-unix::receive-pending-interrupt))
+    (when (sb-thread::thread-interruptions *current-thread*)
+      (sb-unix:raise sb-unix:sigurg))))
 
 (defun serve-scheduler (carrier)
   "Run fibers until CARRIER is left without a scheduler or its group is stopped."

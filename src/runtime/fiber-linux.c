@@ -21,6 +21,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdint.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -299,6 +300,25 @@ uint64_t fiber_now()
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Let the handler for interruptions run in a thread of this process, if it has not ended. By its
+ * number in the kernel: unlike pthread_kill() this may be asked of a thread that has ended, and
+ * takes no lock to keep it. Who has the number by then handles a signal that has no cause. */
+void fiber_interrupt_os_thread(int tid)
+{
+    int saved_errno = errno;
+    syscall(SYS_tgkill, getpid(), tid, SIGURG);
+    errno = saved_errno;
+}
+
+/* Let this thread not handle the expiry of the process's timer: another one will. */
+void fiber_block_timer_signal()
+{
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGALRM);
+    pthread_sigmask(SIG_BLOCK, &set, 0);
 }
 
 /* Processors that this process may use: by affinity, and by the quota of its cgroup. */

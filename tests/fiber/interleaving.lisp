@@ -1,4 +1,4 @@
-;;;; run queue, park cell, parking lot, waiter map, sleeping carriers: all orders of their steps
+;;;; run queue, park cell, interruptions, parking lot, waiter map, sleeping carriers: all orders of their steps
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -280,6 +280,57 @@ was put."
   (with-changes (("CALL-WITH-FIBER-HELD" "(finish-parking fiber)"
                                          "(setf (fiber-phase fiber) +parked+)"))
     (fails *hold*)))
+
+;;;; interruptions
+
+;;; A fiber is left and mounted again, in place of one that is given to AFTER-SWITCH, looks for
+;;; interruptions, and then computes: what is queued later must be signalled. A signal that comes
+;;; while it is not mounted finds another.
+(defun make-mounted-fiber (carrier)
+  (let ((fiber (make-test-fiber)))
+    (setf (sb-fiber::fiber-carrier fiber) carrier
+          (signal-state fiber) :elsewhere) ; it is about to leave, with interrupts off
+    fiber))
+
+(defun be-left-and-mounted (fiber carrier predecessor action)
+  (setf (steps::fiber-carrier fiber) nil)
+  (let ((steps::*carrier* carrier))
+    (setf (sb-fiber::carrier-predecessor carrier) predecessor
+          (sb-fiber::carrier-action carrier) action)
+    (perform :write fiber 'signal (lambda () (setf (signal-state fiber) :none)))
+    (setf (steps::fiber-carrier fiber) carrier)
+    (steps::after-switch)
+    (steps::see-interruptions fiber)))
+
+(defmacro interruption-history (&rest predecessor-and-action)
+  `(history ((carrier (make-test-carrier (make-test-group 1) 0))
+             (fiber (make-mounted-fiber carrier)))
+       (("fiber" (be-left-and-mounted fiber carrier ,@predecessor-and-action))
+        ("interrupter" (in-test-fiber (nil) (steps::%interrupt-fiber fiber #'list))))
+     (problem (and (sb-fiber::fiber-interruptions fiber)
+                   (not (eq (signal-state fiber) :sent)))
+              "The interruption is queued, and nobody will look.")))
+
+(defparameter *interruption* (interruption-history nil nil))
+(defparameter *interruption-after-an-end* (interruption-history (make-test-fiber) :end))
+(defparameter *interruption-after-parking*
+  (interruption-history (make-test-fiber :phase sb-fiber::+parking+ :stack :suspended) :park))
+
+(test no-interruption-is-lost
+  (dolist (history (list *interruption* *interruption-after-an-end* *interruption-after-parking*))
+    (holds history :store-buffers t)))
+
+(test bug-no-barrier-before-looking-for-interruptions
+  (with-changes (("AFTER-SWITCH" "(barrier (:memory))" "nil"))
+    (fails *interruption* :store-buffers t)
+    (fails *interruption-after-an-end* :store-buffers t)))
+
+(test bug-looking-for-the-carrier-first
+  (with-changes (("%INTERRUPT-FIBER" "(notify-of-interruption fiber)" "nil"
+                                     "(fiber-interruptions fiber)"
+                                     "(prog1 (fiber-interruptions fiber)
+                                        (notify-of-interruption fiber))"))
+    (fails *interruption*)))
 
 ;;;; the parking lot
 
@@ -710,7 +761,7 @@ was put."
 
 (test bug-not-waking-for-a-deadline
   (with-short-searches
-    (with-changes (("ENTER-DEADLINE" "(wake-poller (scheduler-poller scheduler))" "nil"))
+    (with-changes (("ENTER-TIME" "(wake-poller (scheduler-poller scheduler))" "nil"))
       (fails *deadline-for-another*))))
 
 (test bug-saying-that-one-sleeps-after-looking

@@ -523,9 +523,12 @@
   (let ((i (random (length mutexes) random))
         (alone t))
     (flet ((critical-section ()
-             (unless (= 1 (incf (aref inside i))) (setf alone nil))
-             (unwind-protect (when (= 0 (random 2 random)) (fiber-yield))
-               (decf (aref inside i)))))
+             (sb-sys:without-interrupts ; counting must not be interrupted, but only that
+               (unwind-protect
+                    (progn (unless (= 1 (incf (aref inside i))) (setf alone nil))
+                           (sb-sys:with-local-interrupts
+                             (when (= 0 (random 2 random)) (fiber-yield))))
+                 (decf (aref inside i))))))
       (if (= 0 (random 2 random))
           (with-mutex ((aref mutexes i)) (critical-section))
           (with-mutex ((aref mutexes i) :timeout (random 0.0005 random)) (critical-section))))

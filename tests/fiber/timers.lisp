@@ -11,14 +11,26 @@
 
 (def-suite* timers)
 
-(defun make-fibers (n)
-  (loop repeat n collect (make-fiber #'identity)))
+(defun make-entries (n)
+  "N entries of a heap, fibers and alarms by turns."
+  (loop for i below n
+        for fiber = (make-fiber #'identity)
+        collect (if (evenp i) fiber (sb-fiber::make-alarm fiber :timer))))
+
+(defun heap-index (entry)
+  (if (sb-fiber::alarm-p entry) (sb-fiber::alarm-heap-index entry) (sb-fiber::fiber-heap-index entry)))
+(defun heap-of (entry)
+  (if (sb-fiber::alarm-p entry) (sb-fiber::alarm-heap entry) (sb-fiber::fiber-heap entry)))
+
+;;; The deadlines with which entries were last inserted: the heap forgets that of one it takes out.
+(defvar *deadlines* (make-hash-table :test 'eq :weakness :key :synchronized t))
+(defun deadline (entry) (gethash entry *deadlines*))
 
 (defun make-heap () (sb-fiber::make-deadline-heap))
-(defun insert (heap fiber deadline) (sb-fiber::heap-insert heap fiber deadline))
+(defun insert (heap entry deadline)
+  (setf (gethash entry *deadlines*) deadline)
+  (sb-fiber::heap-insert heap entry deadline))
 (defun take-expired (heap now) (sb-fiber::heap-take-expired heap now))
-(defun deadline (fiber) (sb-fiber::fiber-deadline fiber))
-(defun heap-index (fiber) (sb-fiber::fiber-heap-index fiber))
 
 (defun take-all-expired (heap now)
   (loop for fiber = (take-expired heap now)
@@ -27,14 +39,16 @@
 (defun broken-p (heap)
   "What is wrong with HEAP, by the invariants at the head of fiber-timers.lisp; NIL if nothing is."
   (let ((entries (sb-fiber::deadline-heap-entries heap))
+        (times (sb-fiber::deadline-heap-times heap))
         (count (sb-fiber::deadline-heap-count heap)))
     (flet ((at (i) (svref entries i)))
       (cond ((loop for i below count thereis (/= i (heap-index (at i)))) :index)
-            ((loop for i below count thereis (not (eq heap (sb-fiber::fiber-heap (at i))))) :heap)
+            ((loop for i below count thereis (not (eq heap (heap-of (at i))))) :heap)
             ((loop for i from 1 below count
                    thereis (< (deadline (at i)) (deadline (at (floor (1- i) 2)))))
              :order)
-            ((loop for i from count below (length entries) thereis (sb-fiber::fiber-p (at i)))
+            ((loop for i below count thereis (/= (aref times i) (deadline (at i)))) :time)
+            ((loop for i from count below (length entries) thereis (not (eql 0 (at i))))
              :garbage)
             ((/= (sb-fiber::deadline-heap-nearest heap)
                  (if (= count 0) most-positive-fixnum (deadline (at 0))))
@@ -45,7 +59,7 @@
 (test in-order-of-deadlines
   (let* ((heap (make-heap))
          (deadlines '(5 3 9 3 1 7 5 2))
-         (fibers (make-fibers (length deadlines))))
+         (fibers (make-entries (length deadlines))))
     (mapc (lambda (fiber deadline) (insert heap fiber deadline)) fibers deadlines)
     (is (= 1 (sb-fiber::deadline-heap-nearest heap)))
     (is (null (take-expired heap 0)))
@@ -56,9 +70,9 @@
     (is (every (lambda (fiber) (= -1 (heap-index fiber))) fibers))))
 
 ;;; Prevents: a fiber whose wait is over and that its old deadline wakes from another wait.
-(test removed-fibers-are-not-served
+(test removed-entries-are-not-served
   (let ((heap (make-heap))
-        (fibers (make-fibers 10)))
+        (fibers (make-entries 10)))
     (loop for fiber in fibers for i from 0 do (insert heap fiber i))
     (is (sb-fiber::heap-remove (fifth fibers)))
     (is (not (sb-fiber::heap-remove (fifth fibers))))
@@ -69,7 +83,7 @@
 ;;; The vector begins with room for 64. Prevents: a new one that has less in it than the old.
 (test the-heap-grows
   (let ((heap (make-heap))
-        (fibers (make-fibers 1000)))
+        (fibers (make-entries 1000)))
     (dolist (fiber fibers)
       (insert heap fiber (random 100)))
     (is (null (broken-p heap)))
@@ -81,7 +95,7 @@
 (defun random-operations (n)
   "Do N operations on a heap and on a list of who is in it. Return what went wrong first, or NIL."
   (let* ((heap (make-heap))
-         (fibers (coerce (make-fibers 200) 'vector))
+         (fibers (coerce (make-entries 200) 'vector))
          (inside '()))
     (dotimes (i n)
       (let ((fiber (aref fibers (random 200))))
@@ -99,6 +113,18 @@
                  (return (list i :take)))
                (setf inside (remove taken inside)))))
         (when (broken-p heap) (return (list i (broken-p heap))))))))
+
+;;; Prevents: alarms that LIST-ALL-TIMERS does not find, and fibers that it takes for some.
+(test alarms-are-listed
+  (let ((heap (make-heap))
+        (entries (make-entries 200)))
+    (dolist (entry entries) (insert heap entry (random 1000)))
+    (take-all-expired heap 500)
+    (is (null (set-exclusive-or (sb-fiber::heap-alarms heap)
+                                (remove-if-not (lambda (entry)
+                                                 (and (sb-fiber::alarm-p entry)
+                                                      (> (deadline entry) 500)))
+                                               entries))))))
 
 (test random-operations
   (is (null (random-operations 10000))))
@@ -130,7 +156,7 @@
                   (threads (loop repeat 3
                                  collect (sb-thread:make-thread
                                           #'insert-and-remove
-                                          :arguments (list heap (coerce (make-fibers 100) 'vector)
+                                          :arguments (list heap (coerce (make-entries 100) 'vector)
                                                            20000))))
                   (server (sb-thread:make-thread
                            (lambda ()

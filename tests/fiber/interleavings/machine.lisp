@@ -85,6 +85,31 @@
     (unless (= (sb-fiber::fiber-phase-only fiber) sb-fiber::+active+)
       (return (format nil "At the end a phase is ~D." (sb-fiber::fiber-phase fiber))))))
 
+;;;; interruptions
+
+;;; Whether the signal of an interruption has come, and found the fiber mounted. A history has one
+;;; fiber that is interrupted.
+(defvar *interrupted-fiber*)
+(defvar *signals*)
+(defun signal-state (fiber) (gethash fiber *signals*))
+(defun (setf signal-state) (state fiber)
+  (setf *interrupted-fiber* fiber
+        (gethash fiber *signals*) state))
+
+(defun steps::%interrupt-os-thread (number)
+  (declare (ignore number))
+  (perform :locked *interrupted-fiber* 'signal
+           (lambda ()
+             (when (eq (signal-state *interrupted-fiber*) :none)
+               (setf (signal-state *interrupted-fiber*) :sent)))))
+
+(defun steps::see-interruptions (fiber)
+  (when (steps::fiber-interruptions fiber)
+    (steps::next-interruption fiber)))
+
+(defun steps::requeue (fiber) (steps::make-runnable fiber))
+(defun steps::free-stack (fiber) (declare (ignore fiber)))
+
 ;;;; deadlines
 
 (defvar *scheduler*)
@@ -294,6 +319,7 @@
 (defun reset-machine ()
   (setf *memory* (make-array 10 :initial-element 0)
         *stacks* (make-hash-table :test 'eq)
+        *signals* (make-hash-table :test 'eq)
         *scheduler* (make-test-scheduler nil 0)
         steps::*carrier* (sb-fiber::%make-carrier nil)
         (sb-fiber::carrier-scheduler steps::*carrier*) *scheduler*

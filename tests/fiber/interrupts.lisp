@@ -1,0 +1,785 @@
+;;;; interruptions, termination, time-outs and timers of fibers: fiber-wait.lisp, fiber-alarm.lisp
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(require :sb-posix)
+
+(def-suite* interrupts)
+
+(defmacro wait-until (condition)
+  "Wait until CONDITION is true; return false if that takes too long."
+  `(sb-ext:wait-for ,condition :timeout *patience*))
+
+(defun wait-for-end (fiber)
+  "How FIBER ended: :ABORT, or NIL if it returned."
+  (nth-value 1 (fiber-join fiber :default nil :timeout *patience*)))
+
+(defun all-aborted-p (fibers)
+  (every (lambda (fiber) (eq :abort (wait-for-end fiber))) fibers))
+
+(defun wait-until-parked (fiber)
+  (wait-until (eq :parked (fiber-state fiber)))
+  fiber)
+
+;;; A cell that is shared, not a variable: the compiler knows that nobody else writes that.
+(defstruct (flag (:constructor make-flag ()))
+  (value nil) (count 0 :type sb-ext:word) (notes '() :type list))
+(defun raise-flag (flag) (setf (flag-value flag) t))
+(defun count-one (flag) (sb-ext:atomic-incf (flag-count flag)))
+(defun note (flag value) (sb-ext:atomic-push value (flag-notes flag)))
+
+(defun compute-until (flag)
+  "Compute, without ever parking, until FLAG is raised."
+  (loop until (flag-value flag) do (sb-ext:spin-loop-hint)))
+
+(defmacro computing-fiber ((group started) &body body)
+  "A fiber that raises STARTED and then executes BODY, after STARTED was seen to be raised."
+  `(prog1 (spawn (,group) (raise-flag ,started) ,@body)
+     (wait-until (flag-value ,started))))
+
+;;;; A fiber that computes
+
+;;; Prevents: an interruption that waits for a fiber to park that never does.
+(test interrupt-a-computation
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((started (make-flag)) (done (make-flag)) (who '())
+             (fiber (computing-fiber (group started) (compute-until done) :done)))
+        (dotimes (i 10)
+          (let ((i i))
+            (interrupt-fiber fiber (lambda () (push (list i (current-fiber)) who)))))
+        (is-true (wait-until (= 10 (length who))))
+        (is (equal (loop for i below 10 collect (list i fiber)) (reverse who)))
+        (sb-thread:interrupt-thread fiber (lambda () (raise-flag done)))
+        (is (eq :done (join fiber)))))))
+
+(test terminate-a-computation
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((cleaned (make-flag)) (other (spawn (group) (fiber-park) :alive))
+             (fibers (loop repeat n
+                           collect (let ((started (make-flag)))
+                                     (computing-fiber (group started)
+                                       (unwind-protect (compute-until (make-flag))
+                                         (count-one cleaned)))))))
+        (mapc #'sb-thread:terminate-thread fibers)
+        (is (all-aborted-p fibers))
+        (is (= n (flag-count cleaned)))
+        (fiber-unpark other)
+        (is (eq :alive (join other)))))))
+
+;;; The function parks where the computation was, which goes on on the same stack.
+(test interruptions-of-computations-that-park
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((started (make-flag)) (done (make-flag)) (parked (make-flag))
+             (fiber (computing-fiber (group started) (compute-until done) :done)))
+        (interrupt-fiber fiber (lambda ()
+                                 (fiber-yield)
+                                 (sleep 1/1000)
+                                 (raise-flag parked)))
+        (is-true (wait-until (flag-value parked)))
+        (interrupt-fiber fiber (lambda () (sb-sys:with-interrupts (sleep 3600))))
+        (wait-until-parked fiber)
+        (interrupt-fiber fiber (lambda () (throw 'sb-thread::%return-from-thread :thrown)))
+        (is (eq :thrown (join fiber)))))))
+
+(test interruptions-of-computations-that-exit
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((started (make-flag))
+             (fiber (computing-fiber (group started)
+                      (list (catch 'tag (compute-until (make-flag)))
+                            sb-sys:*interrupts-enabled*
+                            sb-kernel:*free-interrupt-context-index*
+                            (progn (fiber-yield) :went-on)))))
+        (interrupt-fiber fiber (lambda () (throw 'tag :thrown)))
+        (is (equal '(:thrown t 0 :went-on) (join fiber)))))))
+
+;;;; WITHOUT-INTERRUPTS
+
+;;; Prevents: an interruption where none may be, and one that is forgotten because its signal came then.
+(test computing-without-interrupts
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((started (make-flag)) (leave (make-flag)) (interrupted (make-flag))
+             (fiber (computing-fiber (group started)
+                      (list (sb-sys:without-interrupts
+                              (compute-until leave)
+                              (flag-value interrupted))
+                            (progn (compute-until interrupted) :seen)))))
+        (interrupt-fiber fiber (lambda () (raise-flag interrupted)))
+        (sleep 1/100)
+        (is (not (flag-value interrupted)))
+        (raise-flag leave)
+        (is (equal '(nil :seen) (join fiber)))))))
+
+;;; The signal was sent to a carrier that the fiber has left meanwhile, or was never sent. Afterwards the
+;;; fiber does not park.
+(test parking-without-interrupts
+  (on-carriers (n)
+    (with-group (group n)
+      (dolist (wait (list (lambda () (fiber-park))
+                          (lambda () (loop repeat 100 do (fiber-yield)))
+                          (lambda () (sleep 1/100))
+                          (let ((semaphore (sb-thread:make-semaphore)))
+                            (lambda () (sb-thread:wait-on-semaphore semaphore :timeout 1/100)))))
+        (let* ((started (make-flag)) (interrupted (make-flag))
+               (fiber (computing-fiber (group started)
+                        (list (sb-sys:without-interrupts
+                                (funcall wait)
+                                (flag-value interrupted))
+                              (progn (compute-until interrupted) :seen)))))
+          (interrupt-fiber fiber (lambda () (raise-flag interrupted)))
+          (fiber-unpark fiber)
+          (is (equal '(nil :seen) (join fiber))))))))
+
+;;;; The beginning and the end
+
+(test interrupt-oneself
+  (on-carriers (n)
+    (is (equal '(:now :after :inside :late :end)
+               (let ((trace '()))
+                 (in-fiber (n)
+                   (interrupt-fiber (current-fiber) (lambda () (push :now trace)))
+                   (push :after trace)
+                   (sb-sys:without-interrupts
+                     (sb-thread:interrupt-thread (current-fiber) (lambda () (push :late trace)))
+                     (push :inside trace))
+                   (push :end trace)
+                   (reverse trace)))))
+    (is (eq :abort (with-group (group n)
+                     (wait-for-end (spawn (group) (terminate-fiber (current-fiber)))))))))
+
+;;; Short fibers that are interrupted all the time: nobody knows which of the functions are called. Prevents: an
+;;; interruption of a fiber that has left its catch tags, a call on a stack that is another's, an end that is
+;;; lost.
+(test interrupt-until-the-end
+  (on-carriers (n)
+    (let ((calls (make-flag)) (reports nil))
+      (setf reports
+            (with-output-to-string (out)
+              (call-with-error-output
+               (lambda ()
+                 (with-group (group n)
+                   (dotimes (i 300)
+                     (let ((fiber (spawn (group) (dotimes (i 10) (fiber-yield)) :done)))
+                       (handler-case
+                           (loop repeat 50
+                                 do (interrupt-fiber fiber (lambda ()
+                                                             (assert (eq fiber (current-fiber)))
+                                                             (count-one calls)))
+                                    (loop repeat (random 500) do (sb-ext:spin-loop-hint)))
+                         (sb-thread:interrupt-thread-error ()))
+                       (is (eq :done (join fiber)))))))
+               out)))
+      (is (string= "" reports))
+      (is (plusp (flag-count calls))))))
+
+;;; Several terminate it. Prevents: a throw to a tag that is no more.
+(test terminate-again-and-again
+  (on-carriers (n)
+    (is (string=
+         ""
+         (with-output-to-string (out)
+           (call-with-error-output
+            (lambda ()
+              (with-group (group n)
+                (dotimes (i 200)
+                  (let* ((started (make-flag))
+                         (fiber (computing-fiber (group started)
+                                  (if (evenp i) (loop (fiber-yield)) (compute-until (make-flag))))))
+                    (handler-case (loop (terminate-fiber fiber)
+                                        (loop repeat (random 200) do (sb-ext:spin-loop-hint)))
+                      (sb-thread:interrupt-thread-error ()))
+                    (is (eq :abort (wait-for-end fiber)))))))
+            out))))))
+
+;;; In the middle of being submitted: what counts as alive must be in a queue.
+(test terminate-who-submits
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((submitted (make-flag)) (ended (make-flag)))
+        (dotimes (i 100)
+          (let* ((started (make-flag))
+                 (fiber (computing-fiber (group started)
+                          (loop (count-one submitted)
+                                (spawn (group) (count-one ended))
+                                (when (zerop (random 10)) (fiber-yield))))))
+            (loop repeat (random 2000) do (sb-ext:spin-loop-hint))
+            (terminate-fiber fiber)
+            (is (eq :abort (wait-for-end fiber)))))
+        ;; WITH-GROUP waits for all of them.
+        (is (plusp (flag-count submitted)))))))
+
+;;;; Carriers are threads
+
+(defun busy-carriers (group n)
+  "The threads of the N carriers of GROUP, when each of them has run a fiber."
+  (let ((threads '()) (lock (sb-thread:make-mutex)) (go (make-flag)))
+    (join-all (loop repeat n
+                    collect (spawn (group)
+                              (sb-thread:with-mutex (lock)
+                                (pushnew (sb-fiber::carrier-thread sb-fiber::*carrier*) threads)
+                                (when (= n (length threads)) (raise-flag go)))
+                              (compute-until go))))
+    threads))
+
+;;; Prevents: functions that a carrier takes for those of its fiber, or the fiber for its own, or nobody.
+(test interrupt-a-carrier
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((stop (make-flag)) (of-carriers (make-flag)) (of-fibers (make-flag))
+             (threads (busy-carriers group n))
+             (fibers (loop repeat (* 2 n)
+                           collect (spawn (group) (loop until (flag-value stop) do (fiber-yield))))))
+        (flet ((note-carrier (expected)
+                 (lambda () (note of-carriers (eq expected sb-thread:*current-thread*))))
+               (note-fiber (expected)
+                 (lambda () (note of-fibers (eq expected (current-fiber))))))
+          (loop repeat 20
+                do (dolist (thread threads)
+                     (sb-thread:interrupt-thread thread (note-carrier thread)))
+                   (dolist (fiber fibers)
+                     (interrupt-fiber fiber (note-fiber fiber))))
+          (is-true (wait-until (= (length (flag-notes of-carriers)) (* 20 n))))
+          (is-true (wait-until (= (length (flag-notes of-fibers)) (* 20 2 n))))
+          (is (every #'identity (flag-notes of-carriers)))
+          (is (every #'identity (flag-notes of-fibers))))
+        (raise-flag stop)
+        (join-all fibers)))))
+
+;;; With a fiber that never parks the carrier waits.
+(test interrupt-the-carrier-of-a-computation
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((started (make-flag)) (stop (make-flag)) (carrier nil) (trace '())
+             (fiber (computing-fiber (group started)
+                      (setf carrier (sb-fiber::carrier-thread sb-fiber::*carrier*))
+                      (compute-until stop))))
+        (wait-until carrier)
+        (sb-thread:interrupt-thread carrier
+                                    (lambda () (push sb-thread:*current-thread* trace)))
+        (interrupt-fiber fiber (lambda () (push (current-fiber) trace)))
+        (is-true (wait-until trace))
+        (is (equal (list fiber) trace))
+        (raise-flag stop)
+        (is-true (wait-until (rest trace)))
+        (is (equal (list carrier fiber) trace))))))
+
+;;; Prevents: fibers without a carrier, those that are pinned above all.
+(test terminate-carriers
+  (on-carriers (n)
+    (quietly
+      (with-group (group n)
+        (let* ((threads (busy-carriers group n))
+               (fibers (loop for i below 20
+                             collect (let ((i i))
+                                       (spawn (group)
+                                         (if (evenp i)
+                                             (with-fiber-pinned (fiber-park) i)
+                                             (progn (fiber-park) i)))))))
+          (mapc #'wait-until-parked fibers)
+          (mapc #'sb-thread:terminate-thread threads)
+          (is (eq :alive (join (spawn (group) (sleep 1/100) :alive))))
+          (mapc #'fiber-unpark fibers)
+          (is (equal (loop for i below 20 collect i) (join-all fibers)))
+          (is (every #'sb-thread:thread-alive-p threads)))))))
+
+;;;; Ten thousand
+
+(defun heap-count (group)
+  (loop for scheduler across (sb-fiber::fiber-group-schedulers group)
+        sum (sb-fiber::deadline-heap-count (sb-fiber::scheduler-deadlines scheduler))))
+
+(defun waiter-count ()
+  (loop for bucket across sb-fiber::*buckets* sum (sb-fiber::bucket-waiters bucket)))
+
+(defun chained-fd-p (fd)
+  (let ((cell (sb-fiber::find-fd-cell fd nil)))
+    (and cell (or (sb-fiber::fd-cell-input cell) (sb-fiber::fd-cell-output cell)) t)))
+
+(defun terminate-ten-thousand (n function &optional (aborted 10000))
+  "Call FUNCTION in 10,000 fibers, which park in it, end them, and check that nothing stays behind."
+  (let ((waiters (waiter-count)) (cleaned (make-flag)) (started (make-flag)) (heap nil))
+    (with-group (group n)
+      (let ((fibers (loop repeat 10000
+                          collect (spawn (group)
+                                    (unwind-protect
+                                         (progn (count-one started)
+                                                (funcall function))
+                                      (count-one cleaned))))))
+        (is-true (wait-until (= 10000 (flag-count started))))
+        (mapc #'wait-until-parked fibers)
+        (mapc #'terminate-fiber fibers)
+        (is (= aborted (count :abort fibers :key #'wait-for-end)))
+        (is (= 10000 (flag-count cleaned)))
+        (setf heap (heap-count group))
+        ;; their stacks are free once their carriers have left them
+        (is-true (wait-until (every (lambda (fiber) (= 0 (sb-fiber::fiber-context fiber))) fibers)))
+        (is (fiber-group-done-p group))))
+    (is (eql 0 heap))
+    (is (= waiters (waiter-count)))))
+
+(test terminate-ten-thousand-sleepers
+  (terminate-ten-thousand 2 (lambda () (sleep 3600))))
+
+(test terminate-ten-thousand-with-time-outs
+  (terminate-ten-thousand 2 (lambda () (sb-ext:with-timeout 3600 (fiber-park :timeout 7200)))))
+
+(test terminate-ten-thousand-waiters
+  (let ((mutex (sb-thread:make-mutex)))
+    (sb-thread:with-mutex (mutex)
+      (terminate-ten-thousand 2 (lambda () (sb-thread:with-mutex (mutex)))))
+    (is (not (sb-thread:mutex-owner mutex)))
+    (is (sb-thread:grab-mutex mutex :waitp nil))))
+
+(test terminate-ten-thousand-readers
+  (multiple-value-bind (in out) (sb-posix:pipe)
+    (unwind-protect
+         (progn
+           (terminate-ten-thousand 2 (lambda () (sb-sys:wait-until-fd-usable in :input)))
+           (is (not (chained-fd-p in))))
+      (sb-unix:unix-close in)
+      (sb-unix:unix-close out))))
+
+;;;; WITH-TIMEOUT
+
+(defmacro timed-out-p (&body body)
+  `(handler-case (progn ,@body nil)
+     (sb-ext:timeout () t)))
+
+;;; Prevents: a time-out that unwinds another fiber, or none.
+(test time-outs-of-waits
+  (on-carriers (n)
+    (let ((held (sb-thread:make-mutex)) (semaphore (sb-thread:make-semaphore)))
+      (multiple-value-bind (in out) (sb-posix:pipe)
+        (unwind-protect
+             (sb-thread:with-mutex (held)
+               (let ((waits (list (lambda () (sleep 3600))
+                                  (lambda () (fiber-park))
+                                  (lambda () (sb-thread:with-mutex (held)))
+                                  (lambda () (sb-thread:wait-on-semaphore semaphore))
+                                  (lambda () (sb-sys:wait-until-fd-usable in :input))
+                                  (lambda () (fiber-wait-for (constantly nil)))
+                                  (lambda () (loop (fiber-yield))))))
+                 (is (equal (loop for i below 70 collect (evenp i))
+                            (in-fibers n 70
+                                       (lambda (i)
+                                         (if (evenp i)
+                                             (timed-out-p
+                                               (sb-ext:with-timeout (/ (1+ (random 10)) 1000)
+                                                 (funcall (elt waits (mod (floor i 2) 7)))))
+                                             (timed-out-p (sleep 1/20)))))))))
+          (sb-unix:unix-close in)
+          (sb-unix:unix-close out))))))
+
+;;; Another carrier serves the time-outs of one that computes, if somebody has given it the heap.
+(test nested-time-outs
+  (on-carriers (n)
+    (is (equal '(:outer :inner :inner nil)
+               (in-fiber (n)
+                 (flet ((nest (outer inner wait)
+                          (handler-case
+                              (sb-ext:with-timeout outer
+                                (handler-case (sb-ext:with-timeout inner (sleep wait))
+                                  (sb-ext:timeout (condition)
+                                    (unless (eql inner (slot-value condition 'sb-kernel::seconds))
+                                      (error condition))
+                                    :inner)))
+                            (sb-ext:timeout () :outer))))
+                   (list (nest 1/100 1000 3600)
+                         (nest 1000 1/100 3600)
+                         (nest 1000 1/1000 1/10)
+                         (nest 1000 999 1/1000))))))))
+
+;;; The restart goes on with what was interrupted.
+(test continued-time-outs
+  (on-carriers (n)
+    (is (equal '(1 :slept)
+               (in-fiber (n)
+                 (let ((count 0))
+                   (handler-bind ((sb-ext:timeout (lambda (condition)
+                                                    (incf count)
+                                                    (continue condition))))
+                     (sb-ext:with-timeout 1/1000
+                       (sleep 1/10)
+                       (list count :slept)))))))))
+
+(defun system-timer-settings (function)
+  "How often the system's timer is set while FUNCTION is called."
+  (let ((settings (make-flag)))
+    (dolist (name '(sb-impl::%set-system-timer sb-impl::%clear-system-timer))
+      (sb-int:encapsulate name 'test (lambda (f &rest arguments)
+                                       (count-one settings)
+                                       (apply f arguments))))
+    (unwind-protect (funcall function)
+      (sb-int:unencapsulate 'sb-impl::%set-system-timer 'test)
+      (sb-int:unencapsulate 'sb-impl::%clear-system-timer 'test))
+    (flag-count settings)))
+
+;;; Prevents: SIGALRM for fibers, which comes to any thread.
+(test no-system-timer-for-fibers
+  (is (= 0 (system-timer-settings
+            (lambda ()
+              (in-fibers 2 100 (lambda (i)
+                                 (timed-out-p (sb-ext:with-timeout (/ (1+ i) 1000) (sleep 3600)))
+                                 (sb-ext:with-timeout 3600 (fiber-yield))))))))
+  (is (< 0 (system-timer-settings
+            (lambda () (timed-out-p (sb-ext:with-timeout 1/1000 (sleep 3600))))))))
+
+;;;; Timers
+
+(test timers-of-fibers
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((calls '())
+             (fiber (wait-until-parked (spawn (group) (fiber-park) :done)))
+             (timer (sb-ext:make-timer (lambda () (push (current-fiber) calls)) :thread fiber)))
+        (is (not (sb-ext:timer-scheduled-p timer)))
+        ;; from a thread
+        (sb-ext:schedule-timer timer 1/100)
+        (is-true (wait-until calls))
+        ;; from another fiber
+        (join (spawn (group) (sb-ext:schedule-timer timer 1/100)))
+        (is-true (wait-until (= 2 (length calls))))
+        (sb-ext:schedule-timer timer (+ 1 (get-universal-time)) :absolute-p t)
+        (is (sb-ext:timer-scheduled-p timer))
+        (is-true (wait-until (= 3 (length calls))))
+        (is (equal (list fiber fiber fiber) calls))
+        (fiber-unpark fiber)
+        (is (eq :done (join fiber)))))))
+
+(test timers-that-are-cancelled
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((called nil)
+             (fiber (wait-until-parked (spawn (group) (fiber-park) :done)))
+             (timer (sb-ext:make-timer (lambda () (setf called t)) :thread fiber)))
+        (sb-ext:schedule-timer timer 3600)
+        (is (member timer (sb-ext:list-all-timers)))
+        (is (sb-ext:timer-scheduled-p timer))
+        (is (= 1 (heap-count group)))
+        (sb-ext:schedule-timer timer 7200) ; instead
+        (is (= 1 (heap-count group)))
+        (is (= 1 (count timer (sb-ext:list-all-timers))))
+        (sb-ext:unschedule-timer timer)
+        (is (= 0 (heap-count group)))
+        (is (not (sb-ext:timer-scheduled-p timer)))
+        (is (not (member timer (sb-ext:list-all-timers))))
+        (dotimes (i 100)
+          (sb-ext:schedule-timer timer 1/10000)
+          (sb-ext:unschedule-timer timer)
+          (let ((before called))
+            (join (spawn (group) (sleep 1/1000)))
+            (is (eq before called))))
+        (fiber-unpark fiber)))))
+
+(test timers-that-repeat
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((calls (make-flag))
+             (fiber (wait-until-parked (spawn (group) (fiber-park) :done)))
+             (timer (sb-ext:make-timer (lambda () (count-one calls)) :thread fiber)))
+        (sb-ext:schedule-timer timer 0 :repeat-interval 1/1000)
+        (is-true (wait-until (<= 10 (flag-count calls))))
+        (sb-ext:unschedule-timer timer)
+        (let ((count (flag-count calls)))
+          (join (spawn (group) (sleep 1/100)))
+          (is (= count (flag-count calls))))
+        ;; one whose fiber ends stops
+        (sb-ext:schedule-timer timer 0 :repeat-interval 1/1000)
+        (fiber-unpark fiber)
+        (is (eq :done (join fiber)))
+        (is-true (wait-until (= 0 (heap-count group))))))))
+
+;;; A fiber that has no scheduler has its timers served as those of threads.
+(test timers-of-the-new-and-the-dead
+  (let ((timer nil) (called nil))
+    (with-group (group 2)
+      (let ((fiber (make-fiber (lambda ()
+                                 (loop until called do (fiber-yield))
+                                 :done))))
+        (setf timer (sb-ext:make-timer (lambda () (setf called (current-fiber))) :thread fiber))
+        (sb-ext:schedule-timer timer 3600)
+        (is (member timer (sb-ext:list-all-timers)))
+        (sb-ext:unschedule-timer timer)
+        (is (not (member timer (sb-ext:list-all-timers))))
+        (sb-ext:schedule-timer timer 1/100)
+        (submit-fiber group fiber)
+        (is (eq :done (join fiber)))
+        (is (eq fiber called))))
+    (sb-ext:schedule-timer timer 3600)
+    (is (member timer (sb-ext:list-all-timers)))
+    (sb-ext:unschedule-timer timer)
+    (is (not (member timer (sb-ext:list-all-timers))))))
+
+(test timers-of-threads-made-in-fibers
+  (let ((threads '()))
+    (with-group (group 2)
+      (let ((done (sb-thread:make-semaphore)))
+        (join (spawn (group)
+                (let ((timer (sb-ext:make-timer (lambda ()
+                                                  (push sb-thread:*current-thread* threads)
+                                                  (sb-thread:signal-semaphore done))
+                                                :thread t)))
+                  (sb-ext:schedule-timer timer 1/1000)
+                  (sb-thread:wait-on-semaphore done))))))
+    (is (= 1 (length threads)))
+    (is (not (sb-fiber::fiber-p (first threads))))))
+
+;;;; WITH-DEADLINE
+
+(defmacro deadline-signalled-p (&body body)
+  `(handler-case (progn ,@body nil)
+     (sb-sys:deadline-timeout () t)))
+
+(test deadlines-of-waits
+  (on-carriers (n)
+    (let ((held (sb-thread:make-mutex)) (semaphore (sb-thread:make-semaphore))
+          (mutex (sb-thread:make-mutex)) (queue (sb-thread:make-waitqueue)))
+      (multiple-value-bind (in out) (sb-posix:pipe)
+        (unwind-protect
+             (sb-thread:with-mutex (held)
+               (with-group (group n)
+                 (let ((other (spawn (group) (fiber-park))))
+                   (is (every #'identity
+                              (mapcar (lambda (wait)
+                                        (join (spawn (group)
+                                                (deadline-signalled-p
+                                                  (sb-sys:with-deadline (:seconds 1/100)
+                                                    (funcall wait))))))
+                                      (list (lambda () (sleep 3600))
+                                            (lambda () (fiber-sleep 3600))
+                                            (lambda () (fiber-park))
+                                            (lambda () (fiber-park :timeout 3600))
+                                            (lambda () (sb-thread:with-mutex (held)))
+                                            (lambda ()
+                                              (sb-thread:with-mutex (mutex)
+                                                (loop (sb-thread:condition-wait queue mutex))))
+                                            (lambda () (sb-thread:wait-on-semaphore semaphore))
+                                            (lambda () (sb-sys:wait-until-fd-usable in :input))
+                                            (lambda () (fiber-join other))
+                                            (lambda () (fiber-join other :timeout 3600))
+                                            (lambda () (sb-thread:join-thread other))
+                                            (lambda () (fiber-wait-for (constantly nil)))
+                                            (lambda () (sb-ext:wait-for nil))))))
+                   ;; a time-out that is over first
+                   (is (equal '(nil (nil :timeout) nil)
+                              (join (spawn (group)
+                                      (sb-sys:with-deadline (:seconds 3600)
+                                        (list (fiber-park :timeout 1/100)
+                                              (multiple-value-list
+                                               (fiber-join other :timeout 1/100 :default nil))
+                                              (sleep 1/100)))))))
+                   (fiber-unpark other))))
+          (sb-unix:unix-close in)
+          (sb-unix:unix-close out))))))
+
+;;; Prevents: a deadline that is signalled again at once after it was deferred.
+(test deadlines-that-are-deferred
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((other (spawn (group) (fiber-park))))
+        (flet ((count-deadlines (wait last)
+                 (join (spawn (group)
+                         (let ((count 0))
+                           (list (handler-case
+                                     (handler-bind ((sb-sys:deadline-timeout
+                                                      (lambda (condition)
+                                                        (if (< (incf count) 3)
+                                                            (sb-sys:defer-deadline 1/100 condition)
+                                                            (funcall last condition)))))
+                                       (sb-sys:with-deadline (:seconds 1/100) (funcall wait)))
+                                   (sb-sys:deadline-timeout () :signalled))
+                                 count))))))
+          (dolist (wait (list (lambda () (sleep 3600))
+                              (lambda () (fiber-park))
+                              (lambda () (fiber-join other))))
+            (is (equal '(:signalled 3) (count-deadlines wait #'identity))))
+          (is (equal '(nil 3) (count-deadlines (lambda () (fiber-park :timeout 1/10))
+                                               #'sb-sys:cancel-deadline)))
+          (is (equal '((:late :timeout) 3)
+                     (count-deadlines (lambda ()
+                                        (multiple-value-list
+                                         (fiber-join other :timeout 1/10 :default :late)))
+                                      #'sb-sys:cancel-deadline))))
+        (fiber-unpark other)))))
+
+(test nested-deadlines
+  (on-carriers (n)
+    (is (equal '(t t nil t)
+               (in-fiber (n)
+                 (list (deadline-signalled-p
+                         (sb-sys:with-deadline (:seconds 1/100)
+                           (sb-sys:with-deadline (:seconds 3600) (sleep 3600))))
+                       (deadline-signalled-p
+                         (sb-sys:with-deadline (:seconds 3600)
+                           (sb-sys:with-deadline (:seconds 1/100) (fiber-park))))
+                       (deadline-signalled-p
+                         (sb-sys:with-deadline (:seconds 1/1000)
+                           (sb-sys:with-deadline (:seconds 1 :override t) (sleep 1/100))))
+                       (deadline-signalled-p
+                         (sb-sys:with-deadline (:seconds 1/1000)
+                           (sb-sys:with-deadline (:seconds nil :override t) (sleep 1/100))
+                           (sleep 1/1000)))))))
+    ;; that of one fiber is no other's
+    (is (equal '(t nil t nil)
+               (in-fibers n 4 (lambda (i)
+                                (deadline-signalled-p
+                                  (if (evenp i)
+                                      (sb-sys:with-deadline (:seconds 1/100) (sleep 3600))
+                                      (sleep 1/20)))))))))
+
+;;;; Storms
+
+(defun call-in-interruption-storm (n-fibers function &key (group nil) (donep (constantly nil)))
+  "Call FUNCTION with 0..N-FIBERS-1 in fibers that are interrupted at random, in threads and by each other,
+until all have ended. Return their results, and how many interruptions were made and how many ran."
+  (let* ((made (make-flag)) (ran (make-flag)) (stop (make-flag))
+         (fibers (loop for i below n-fibers
+                       collect (let ((i i)) (spawn (group) (funcall function i)))))
+         (threads (loop repeat 2
+                        collect (sb-thread:make-thread
+                                 (lambda ()
+                                   (loop until (or (flag-value stop) (funcall donep))
+                                         do (let ((fiber (elt fibers (random n-fibers))))
+                                              (handler-case
+                                                  (progn
+                                                    (count-one made)
+                                                    (interrupt-fiber
+                                                     fiber
+                                                     (lambda ()
+                                                       (unless (eq fiber (current-fiber))
+                                                         (error "in the wrong fiber"))
+                                                       (count-one ran)
+                                                       (case (random 4)
+                                                         (0 (fiber-yield))
+                                                         (1 (sb-sys:with-interrupts (fiber-yield)))))))
+                                                (sb-thread:interrupt-thread-error () nil))
+                                              (sleep (/ (random 200) 1000000)))))))))
+    (let ((results (join-all fibers)))
+      (raise-flag stop)
+      (mapc #'sb-thread:join-thread threads)
+      (values results (flag-count made) (flag-count ran)))))
+
+(defun work-in-a-storm (mutex counter rounds in out)
+  "A function of an index that does some of everything ROUNDS times."
+  (lambda (i)
+    (let ((mine 0))
+      (dotimes (j rounds mine)
+        (ecase (mod (+ i j) 6)
+          (0 (sb-thread:with-mutex (mutex) (incf (car counter))))
+          (1 (fiber-yield) (sb-thread:with-mutex (mutex) (incf (car counter))))
+          (2 (sleep 1/10000) (sb-thread:with-mutex (mutex)
+                               (fiber-yield)
+                               (incf (car counter))))
+          (3 (fiber-park :timeout 1/10000) (sb-thread:with-mutex (mutex) (incf (car counter))))
+          (4 (write-byte 1 out) (finish-output out) (read-byte in)
+           (sb-thread:with-mutex (mutex) (incf (car counter))))
+          (5 (loop repeat 1000 do (sb-ext:spin-loop-hint))
+           (sb-sys:without-interrupts
+             (sb-thread:with-mutex (mutex) (incf (car counter))))))
+        (incf mine)))))
+
+(defun call-with-pipe-streams (function)
+  (multiple-value-bind (in out) (sb-posix:pipe)
+    (let ((in (sb-sys:make-fd-stream in :input t :element-type '(unsigned-byte 8) :buffering :none))
+          (out (sb-sys:make-fd-stream out :output t :element-type '(unsigned-byte 8)
+                                          :buffering :none)))
+      (unwind-protect (funcall function in out)
+        (close in) (close out)))))
+
+;;; Each fiber has a pipe of its own: fd-streams are not for several.
+(defun storm-of-interruptions (n n-fibers rounds)
+  (let ((mutex (sb-thread:make-mutex)) (counter (list 0)))
+    (with-group (group n)
+      (let ((results (call-in-interruption-storm
+                      n-fibers
+                      (lambda (i)
+                        (call-with-pipe-streams
+                         (lambda (in out)
+                           (funcall (work-in-a-storm mutex counter rounds in out) i))))
+                      :group group)))
+        (is (equal (make-list n-fibers :initial-element rounds) results))
+        (is (= (* n-fibers rounds) (car counter)))
+        (is (not (sb-thread:mutex-owner mutex)))))))
+
+;;; Prevents: locks that stay taken, counts that are lost, results that are another's.
+(test interruption-storm
+  (on-carriers (n)
+    (storm-of-interruptions n 12 120)))
+
+(test interruption-storm-with-collections
+  (on-carriers (n :migration '(nil))
+    (let* ((stop (make-flag))
+           (collector (sb-thread:make-thread
+                       (lambda ()
+                         (loop until (flag-value stop)
+                               do (sb-ext:gc :gen (random 2))
+                                  (sleep 1/1000))))))
+      (unwind-protect (storm-of-interruptions n 8 60)
+        (raise-flag stop)
+        (sb-thread:join-thread collector)))))
+
+;;; They are ended at random moments, with locks held and cleanups to run. Prevents: a lock that nobody can take
+;;; any more, a cleanup that is not run, a fiber that does not end.
+(test termination-storm
+  (on-carriers (n)
+    (let ((mutex (sb-thread:make-mutex)) (entered (make-flag)) (left (make-flag)))
+      (dotimes (round 10)
+        (with-group (group n)
+          (let ((fibers
+                  (loop for i below 30
+                        collect (let ((i i))
+                                  (spawn (group)
+                                    (loop
+                                      (sb-sys:without-interrupts
+                                        (unwind-protect
+                                             (progn
+                                               (count-one entered)
+                                               (sb-sys:with-local-interrupts
+                                                 (case (mod i 5)
+                                                   (0 (sb-thread:with-mutex (mutex) (fiber-yield)))
+                                                   (1 (sb-thread:with-mutex (mutex)))
+                                                   (2 (sleep 1/1000))
+                                                   (3 (fiber-yield))
+                                                   (4 (loop repeat 1000
+                                                            do (sb-ext:spin-loop-hint))
+                                                    (fiber-yield)))))
+                                          (count-one left)))))))))
+            (sleep (/ (random 10) 1000))
+            (dolist (fiber fibers)
+              (loop repeat (random 1000) do (sb-ext:spin-loop-hint))
+              (terminate-fiber fiber))
+            (is (all-aborted-p fibers)))))
+      (is (= (flag-count entered) (flag-count left)))
+      (is (sb-thread:grab-mutex mutex :waitp nil)))))
+
+;;; Prevents: a time-out that comes when it has been cancelled, or unwinds another.
+(test time-out-storm
+  (on-carriers (n)
+    (let ((mutex (sb-thread:make-mutex)))
+      (is (equal (make-list 30 :initial-element 40)
+                 (in-fibers n 30
+                            (lambda (i)
+                              (let ((count 0))
+                                (dotimes (j 40 count)
+                                  (let ((tag (list i j)))
+                                    (handler-case
+                                        (sb-ext:with-timeout (/ (1+ (random 3)) 2000)
+                                          (case (mod (+ i j) 4)
+                                            (0 (sleep 1/1000))
+                                            (1 (sb-thread:with-mutex (mutex) (sleep 1/2000)))
+                                            (2 (fiber-park :timeout 1/1000))
+                                            (3 (loop repeat 10 do (fiber-yield)))))
+                                      (sb-ext:timeout ()))
+                                    (when (equal tag (list i j)) (incf count)))))))))
+      (is (sb-thread:grab-mutex mutex :waitp nil)))))
