@@ -37,7 +37,6 @@ FIBER-FAILED-CAUSE is that error."))
               (typecase reason
                 (null nil)
                 (fd-cell (format nil "descriptor ~D" (fd-cell-fd reason)))
-                (cons "a lock, with a time-out") ; its owner's, and on its stack
                 (t reason))))))
 
 (declaim (ftype (sfunction ((or symbol function) &key (:name t) (:stack-size unsigned-byte)

@@ -19,10 +19,15 @@
 ;;; wait for the same word. (WebKit's parking lot and the kernel's futexes are the models.)
 ;;;
 ;;; What is true when nobody is inside:
-;;;  - the chain of a bucket holds fibers, the longest waiting first, each with
-;;;    WAIT-ADDRESS the word it waits for; a fiber that is in no chain has WAIT-ADDRESS 0;
-;;;  - WAITERS counts those in the chain and the threads that wait natively or are about
-;;;    to; NATIVE the latter.
+;;;  - a bucket has a queue for each word that a fiber waits for there. CHAIN is the first fiber of
+;;;    one of these queues, whose WAIT-WORD is the first of the next one, and so on;
+;;;  - a queue is linked by WAIT-NEXT and WAIT-PREVIOUS, the longest waiting first; the
+;;;    WAIT-PREVIOUS of the first is the last. Each has WAIT-ADDRESS the word it waits for;
+;;;  - a fiber that is in no queue has WAIT-ADDRESS 0 and no links;
+;;;  - WAITERS counts the fibers in queues and the threads that wait natively or are about
+;;;    to; NATIVE the latter; CLAIMS the fibers with WAIT-CLAIM :WANTED.
+;;; So entering, leaving and taking cost no more when ten thousand wait for the word: these
+;;; are done with the collector held off. They depend on how many words share a bucket.
 ;;;
 ;;; No wake-up is lost. A waiter raises WAITERS (a locked instruction), *then* reads the word,
 ;;; under the lock or in the kernel. A waker has changed the word (with a locked instruction),
@@ -32,16 +37,17 @@
 ;;; Who is woken first if both kinds wait for a word: they take turns, by the bit TURN of
 ;;; the bucket, so that neither kind starves.
 ;;;
-;;; Time-out, unwinding and wake are decided by who takes the fiber out of the chain, under
+;;; Time-out, unwinding and wake are decided by who takes the fiber out of its queue, under
 ;;; the lock: the fiber itself, or the waker.
 
-(defconstant n-buckets 1024)
+(defconstant n-buckets 4096)
 
 (defstruct (bucket (:constructor make-bucket ())
                    (:copier nil))
   (lock 0 :type word)
   (waiters 0 :type word)
   (native 0 :type word)
+  (claims 0 :type fixnum)
   (turn 0 :type bit)
   (chain nil))
 (declaim (freeze-type bucket))
@@ -54,20 +60,93 @@
 (defun bucket-of (address)
   (declare (type word address))
   (truly-the bucket
-             (svref *buckets* (logand (logxor (ash address -3) (ash address -13))
+             (svref *buckets* (logand (logxor (ash address -3) (ash address -15))
                                       (1- n-buckets)))))
 
-;;;; the chain of a bucket
+;;;; the queues of a bucket, under its lock
 
-(declaim (ftype (sfunction (bucket fiber word (unsigned-byte 32)) boolean) enter-bucket))
-(defun enter-bucket (bucket fiber address expected)
-  "Let FIBER wait for ADDRESS in BUCKET unless the word there is not EXPECTED."
+(declaim (inline first-waiter replace-first append-to-queue put-before-queue count-claim
+                 unlink-waiter))
+(defun first-waiter (bucket address)
+  "The fiber that has waited longest for ADDRESS in BUCKET, or NIL."
+  (declare (word address) (optimize (safety 0)))
+  (let ((fiber (bucket-chain bucket)))
+    (loop until (or (null fiber) (= (fiber-wait-address (truly-the fiber fiber)) address))
+          do (setf fiber (fiber-wait-word (truly-the fiber fiber))))
+    fiber))
+
+(defun replace-first (bucket old new)
+  "Let NEW, the first of a queue or NIL, stand where OLD does among the queues of BUCKET."
+  (declare (optimize (safety 0)))
+  (if (eq (bucket-chain bucket) old)
+      (setf (bucket-chain bucket) new)
+      (let ((other (truly-the fiber (bucket-chain bucket))))
+        (loop until (eq (fiber-wait-word other) old)
+              do (setf other (truly-the fiber (fiber-wait-word other))))
+        (setf (fiber-wait-word other) new))))
+
+(defun append-to-queue (bucket first fiber)
+  "Let FIBER be the last of the queue that FIRST is the first of, or the only one of a new queue."
+  (declare (optimize (safety 0)))
   (setf (fiber-wait-next fiber) nil)
+  (if (null first)
+      (setf (fiber-wait-previous fiber) fiber
+            (fiber-wait-word fiber) (bucket-chain bucket)
+            (bucket-chain bucket) fiber)
+      (let* ((first (truly-the fiber first))
+             (last (truly-the fiber (fiber-wait-previous first))))
+        (setf (fiber-wait-next last) fiber
+              (fiber-wait-previous fiber) last
+              (fiber-wait-previous first) fiber))))
+
+(defun put-before-queue (bucket first fiber)
+  "Let FIBER be the first of the queue that FIRST is the first of."
+  (declare (fiber first) (optimize (safety 0)))
+  (replace-first bucket first fiber)
+  (setf (fiber-wait-next fiber) first
+        (fiber-wait-previous fiber) (fiber-wait-previous first)
+        (fiber-wait-word fiber) (fiber-wait-word first)
+        (fiber-wait-previous first) fiber
+        (fiber-wait-word first) nil))
+
+(defun count-claim (bucket n)
+  (declare (fixnum n))
+  (setf (bucket-claims bucket) (truly-the fixnum (+ (bucket-claims bucket) n))))
+
+(defun unlink-waiter (bucket first fiber)
+  "Take FIBER out of the queue that FIRST is the first of."
+  (declare (fiber first) (optimize (safety 0)))
+  (let ((next (fiber-wait-next fiber))
+        (previous (fiber-wait-previous fiber)))
+    (if (eq fiber first)
+        (replace-first bucket fiber (or next (fiber-wait-word fiber)))
+        (setf (fiber-wait-next (truly-the fiber previous)) next))
+    (cond ((null next)
+           (unless (eq fiber first) (setf (fiber-wait-previous first) previous)))
+          (t
+           (setf (fiber-wait-previous (truly-the fiber next)) previous)
+           (when (eq fiber first)
+             (setf (fiber-wait-word (truly-the fiber next)) (fiber-wait-word fiber)))))
+    (when (eq (fiber-wait-claim fiber) :wanted) (count-claim bucket -1))
+    (setf (fiber-wait-next fiber) nil
+          (fiber-wait-previous fiber) nil
+          (fiber-wait-word fiber) nil)))
+
+(declaim (ftype (sfunction (bucket fiber word (unsigned-byte 32) &optional t) boolean)
+                enter-bucket))
+(defun enter-bucket (bucket fiber address expected &optional claim)
+  "Let FIBER wait for ADDRESS in BUCKET unless the word there is not EXPECTED: as the first if CLAIM
+is :WANTED, else NIL, as the last."
   (atomic-incf (bucket-waiters bucket))
   (or (with-tiny-lock ((bucket-lock bucket))
         (when (= (sap-ref-32 (int-sap address) 0) expected)
-          (setf (fiber-wait-address fiber) address)
-          (append-waiter (bucket-chain bucket) fiber)
+          (let ((first (first-waiter bucket address)))
+            (setf (fiber-wait-address fiber) address
+                  (fiber-wait-claim fiber) claim)
+            (when claim (count-claim bucket 1))
+            (if (and claim first)
+                (put-before-queue bucket (truly-the fiber first) fiber)
+                (append-to-queue bucket first fiber)))
           t))
       (progn (atomic-decf (bucket-waiters bucket)) nil)))
 
@@ -75,22 +154,21 @@
 (defun leave-bucket (bucket fiber)
   "Let FIBER no longer wait in BUCKET. Return false if a waker was faster."
   (when (with-tiny-lock ((bucket-lock bucket))
-          (when (unchain-waiter (bucket-chain bucket) fiber)
-            (setf (fiber-wait-address fiber) 0)
-            t))
+          (let ((address (fiber-wait-address fiber)))
+            (unless (= address 0)
+              (unlink-waiter bucket (truly-the fiber (first-waiter bucket address)) fiber)
+              (setf (fiber-wait-address fiber) 0)
+              t)))
     (atomic-decf (bucket-waiters bucket))
     t))
 
-(declaim (ftype (sfunction (bucket word) (or null fiber)) take-from-bucket))
+(declaim (ftype (sfunction (bucket word) (or null fiber)) take-from-bucket take-claimant))
 (defun take-from-bucket (bucket address)
-  "Take the fiber that has waited longest for ADDRESS out of BUCKET, and return it, or NIL."
+  "Take the first fiber that waits for ADDRESS out of BUCKET, and return it, or NIL."
   (let ((fiber (with-tiny-lock ((bucket-lock bucket))
-                 (let ((fiber (bucket-chain bucket)))
-                   (loop until (or (null fiber)
-                                   (= (fiber-wait-address (truly-the fiber fiber)) address))
-                         do (setf fiber (fiber-wait-next (truly-the fiber fiber))))
+                 (let ((fiber (first-waiter bucket address)))
                    (when fiber
-                     (unchain-waiter (bucket-chain bucket) fiber)
+                     (unlink-waiter bucket (truly-the fiber fiber) (truly-the fiber fiber))
                      (setf (fiber-wait-address (truly-the fiber fiber)) 0))
                    fiber))))
     (when fiber (atomic-decf (bucket-waiters bucket)))
@@ -114,7 +192,7 @@ NIL for nothing, :WARN for a warning, :ERROR for an error.")
           (warn control *current-thread*)))))
 
 (defun timeout-to-deadline (to-sec to-usec)
-  (declare (type (or null integer) to-sec to-usec))
+  (declare (type (or null fixnum) to-sec) (type (or null word) to-usec))
   (when (and to-sec (>= to-sec 0))
     (nanoseconds-from-now (+ (* to-sec 1000000000) (* to-usec 1000)))))
 
@@ -124,18 +202,25 @@ NIL for nothing, :WARN for a warning, :ERROR for an error.")
 (defconstant futex-interrupted 2)
 (defconstant futex-changed -1)
 
-(defun wait-in-bucket (fiber address expected deadline)
+(defun wait-in-bucket (fiber address expected deadline &optional claim)
   "Park FIBER while the word at ADDRESS is EXPECTED. With interrupts off."
   (let ((bucket (bucket-of address)))
-    (unless (enter-bucket bucket fiber address expected)
+    (unless (enter-bucket bucket fiber address expected claim)
       (return-from wait-in-bucket futex-changed))
     (loop
-      (park (or (sb-thread::thread-waiting-for fiber) :word) deadline)
+      (park (what-is-waited-for fiber) deadline)
       (cond ((= (fiber-wait-address fiber) 0) (return futex-woken))
             ((deadline-passed-p deadline)
              (return (if (leave-bucket bucket fiber) futex-timed-out futex-woken)))
             ((fiber-interruptions fiber)
              (return (if (leave-bucket bucket fiber) futex-interrupted futex-woken)))))))
+
+;;; With a time-out it is a cons on the stack of FIBER, which nobody else may look into.
+(defun what-is-waited-for (fiber)
+  (let ((object (sb-thread::thread-waiting-for fiber)))
+    (cond ((consp object) (cdr object))
+          (object)
+          (t :word))))
 
 ;;; The bucket is told before the kernel: a waker who finds nobody makes no system call.
 (defun wait-natively (address expected to-sec to-usec)
@@ -151,6 +236,11 @@ NIL for nothing, :WARN for a warning, :ERROR for an error.")
         (atomic-decf (bucket-waiters bucket))
         (atomic-decf (bucket-native bucket))))))
 
+(declaim (inline run-interruptions-of-wait))
+(defun run-interruptions-of-wait (fiber)
+  (when (fiber-interruptions fiber)
+    (with-interrupts (see-interruptions fiber))))
+
 (declaim (ftype (sfunction (word (unsigned-byte 32) (or null fixnum) (or null word)) fixnum)
                 wait-on-word))
 (defun wait-on-word (address expected to-sec to-usec)
@@ -158,13 +248,12 @@ NIL for nothing, :WARN for a warning, :ERROR for an error.")
 TO-SEC seconds and TO-USEC microseconds; for ever if TO-SEC is negative. Returns 0 if woken, 1 if
 the time is over, 2 after an interruption, -1 if the word is not EXPECTED."
   (if (can-park-p)
-      (let* ((fiber (truly-the fiber *current-thread*))
-             (result (without-interruptions
-                       (wait-in-bucket fiber address expected
-                                       (timeout-to-deadline to-sec to-usec)))))
-        (when (fiber-interruptions fiber)
-          (with-interrupts (see-interruptions fiber)))
-        result)
+      (let ((fiber (truly-the fiber *current-thread*))
+            (deadline (timeout-to-deadline to-sec to-usec)))
+        ;; Before it, for those that came with the mutex that its user holds.
+        (run-interruptions-of-wait fiber)
+        (prog1 (without-interruptions (wait-in-bucket fiber address expected deadline))
+          (run-interruptions-of-wait fiber)))
       (wait-natively address expected to-sec to-usec)))
 
 ;;;; waking
@@ -176,29 +265,134 @@ the time is over, 2 after an interruption, -1 if the word is not EXPECTED."
       (unpark fiber)
       t)))
 
-(defun wake-natives (bucket address n)
-  (if (= (bucket-native bucket) 0) 0 (%futex-wake address n)))
+;;; One woken may wait for the word again: count, lest we wake it for ever.
+(defun wake-fibers (bucket address n)
+  "Wake at most N fibers that wait for ADDRESS in BUCKET. Return the number of others that may be woken."
+  (declare (fixnum n))
+  (loop repeat (min n (bucket-waiters bucket))
+        while (wake-fiber bucket address)
+        do (decf n))
+  n)
 
-(defun wake-in-turn (bucket address)
-  "Wake one who waits for ADDRESS in BUCKET, of the kind whose turn it is if both wait."
-  (flet ((native () (wake-natives bucket address 1))
-         (fiber () (wake-fiber bucket address)))
-    (let ((turn (bucket-turn bucket)))
-      (setf (bucket-turn bucket) (logxor turn 1))
-      (if (= turn 0)
-          (or (fiber) (native))
-          (when (<= (native) 0) (fiber))))))
+(defun wake-natives (bucket address n)
+  "As WAKE-FIBERS, for threads."
+  (declare (fixnum n))
+  (if (or (= n 0) (= (bucket-native bucket) 0))
+      n
+      (- n (max 0 (%futex-wake address n)))))
+
+(declaim (inline next-turn))
+(defun next-turn (bucket)
+  "Return whose turn it is in BUCKET, 0 fibers, 1 threads; the next time it will be the others'."
+  (let ((turn (bucket-turn bucket)))
+    (setf (bucket-turn bucket) (logxor turn 1))
+    turn))
+
+(defun wake-in-turn (bucket address n)
+  "Wake at most N who wait for ADDRESS in BUCKET, first of the kind whose turn it is."
+  (if (= (next-turn bucket) 0)
+      (wake-natives bucket address (wake-fibers bucket address n))
+      (wake-fibers bucket address (wake-natives bucket address n))))
+
+(defconstant max-woken (ash 1 29)) ; the kernel's number is an int
 
 (declaim (ftype (sfunction (word unsigned-byte) null) wake-on-word))
 (defun wake-on-word (address n)
-  "Wake at most N of each kind of those who wait for the word at ADDRESS; if N is 1, one of both kinds."
+  "Wake at most N of those who wait for the word at ADDRESS."
   (let ((bucket (bucket-of address)))
     (barrier (:memory))
     (unless (= (bucket-waiters bucket) 0)
       (without-interruptions
-        (cond ((= n 1) (wake-in-turn bucket address))
-              (t (wake-natives bucket address n)
-                 ;; One woken may wait for the word again: count, lest we wake it for ever.
-                 (loop repeat (min n (bucket-waiters bucket))
-                       while (wake-fiber bucket address))))))
+        (wake-in-turn bucket address (min n max-woken))))
     nil))
+
+;;;; mutexes
+
+;;; The state of a mutex is a word: 0 free, 1 taken, 2 taken and perhaps waited for. A release that
+;;; finds 2 makes it 0 and wakes one, who then tries to take it, as others do, who come first if
+;;; they run already. For threads this is fast, and what comes of it is left to chance. Of fibers on a carrier,
+;;; one that holds the mutex whenever it parks would always be the one who comes first, and
+;;; the others would wait for ever. So a fiber that was woken in vain waits again with a
+;;; claim, in front of the others, and a release hands it the mutex, whose state stays 2:
+;;;
+;;;     WAIT-CLAIM           move                         by
+;;;     NIL     -> :WANTED   it was woken, and too late   the fiber, out of the bucket
+;;;     :WANTED -> :GRANTED  TAKE-CLAIMANT                who releases, under the lock
+;;;     :WANTED -> NIL       time-out, interruption       the fiber
+;;;
+;;; So one is overtaken once, for each release that was to wake a thread, whose turns remain.
+
+(defun take-mutex-or-mark (address)
+  "Take the mutex whose state is at ADDRESS if it is free, else note that it is waited for."
+  (flet ((state-becomes (old new)
+           (cas (sap-ref-32 (int-sap address) 0) old new)))
+    (declare (inline state-becomes))
+    (loop
+      (let ((state (state-becomes 0 2)))
+        (cond ((= state 0) (return t))
+              ((or (= state 2) (= (state-becomes 1 2) 1)) (return nil)))))))
+
+(defun contend-for-mutex (fiber address deadline interruptible)
+  "Let FIBER take the mutex whose state is at ADDRESS. Return T, or NIL if DEADLINE comes before, or
+:INTERRUPTED if INTERRUPTIBLE and it is. With interrupts off."
+  (let ((claim nil))
+    (loop
+      (when (take-mutex-or-mark address) (return t))
+      ;; A wake-up that is followed by an interruption is not passed on: the state is 2.
+      (when (and interruptible (fiber-interruptions fiber)) (return :interrupted))
+      (let ((result (wait-in-bucket fiber address 2 deadline claim)))
+        (declare (fixnum result))
+        (cond ((= result futex-timed-out) (return nil))
+              ((= result futex-woken)
+               (when (eq (fiber-wait-claim fiber) :granted) (return t))
+               (setf claim :wanted)))))))
+
+(declaim (ftype (sfunction (word (or null fixnum) (or null word)) boolean) lock-mutex))
+(defun lock-mutex (address to-sec to-usec)
+  "What %MUTEX-TIMEDLOCK does in a fiber that can park, but for noting the owner. The state of the
+mutex, which is pinned, is at ADDRESS."
+  (let ((fiber (truly-the fiber *current-thread*))
+        (deadline (timeout-to-deadline to-sec to-usec))
+        (interruptible (or *interrupts-enabled* *allow-with-interrupts*)))
+    (loop
+      (let ((result (without-interruptions
+                      (let ((result (contend-for-mutex fiber address deadline interruptible)))
+                        ;; One must not exit with a mutex whose owner is not noted yet.
+                        (unless (eq result :interrupted) (see-interruptions fiber))
+                        result))))
+        (unless (eq result :interrupted) (return result))
+        (run-interruptions-of-wait fiber)))))
+
+(defun take-claimant (bucket address)
+  "Take the first fiber that waits in BUCKET for the mutex with state at ADDRESS out of it, if it
+has claimed the mutex. Grant it, and return the fiber, else NIL."
+  (let ((fiber (with-tiny-lock ((bucket-lock bucket))
+                 (let ((fiber (first-waiter bucket address)))
+                   (cond ((and fiber (eq (fiber-wait-claim (truly-the fiber fiber)) :wanted))
+                          (unlink-waiter bucket (truly-the fiber fiber) (truly-the fiber fiber))
+                          ;; In this order: with address 0 it may run, as the owner.
+                          (setf (fiber-wait-claim (truly-the fiber fiber)) :granted
+                                (sap-ref-32 (int-sap address) 0) 2)
+                          (barrier (:write))
+                          (setf (fiber-wait-address (truly-the fiber fiber)) 0)
+                          fiber)
+                         (t nil))))))
+    (when fiber (atomic-decf (bucket-waiters bucket)))
+    fiber))
+
+(defun grant-claim (bucket address)
+  (unless (and (/= (bucket-native bucket) 0) (= (bucket-turn bucket) 1))
+    (without-interruptions
+      (let ((fiber (take-claimant bucket address)))
+        (when fiber
+          (setf (bucket-turn bucket) 1)
+          (unpark fiber)
+          t)))))
+
+(declaim (ftype (sfunction (word) boolean) hand-over))
+(defun hand-over (address)
+  "Give the pinned mutex whose state is at ADDRESS, and which the caller was about to release, to a fiber
+that has claimed it. Return false if there is none."
+  (let ((bucket (bucket-of address)))
+    (and (/= (bucket-claims bucket) 0)
+         (grant-claim bucket address))))

@@ -52,8 +52,12 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   ;; Its place in a deadline heap (-1: in none), and which heap that is.
   (heap-index -1 :type fixnum)
   (heap nil)
-  ;; The word that it waits on in the parking lot, 0 once it has been taken out.
+  ;; The word that it waits on in the parking lot, 0 once it has been taken out; the links
+  ;; of the queue of that word; and how it waits for a mutex. See fiber-parking.lisp.
   (wait-address 0 :type sb-vm:word)
+  (wait-previous nil)
+  (wait-word nil)
+  (wait-claim nil)
   ;; How a wait for a descriptor ended, see fiber-poller.lisp.
   (wait-result nil)
   ;; 1 if FIBER-UNPARK has been called since FIBER-PARK last returned

@@ -73,13 +73,18 @@ Return the nanoseconds of the first round and the median of the others."
 
 ;;; Two fibers, three mutexes in a circle. Each fiber holds one, takes the next, and then releases
 ;;; the one that it held. On one carrier the next is always held by the other fiber, which is
-;;; woken by the release: each turn is one wait and one wake-up.
-(defun climber (mutexes first n)
-  "Return a function that goes N times from a mutex of MUTEXES to the next, from FIRST on."
-  (flet ((mutex (i) (svref mutexes (mod (+ first i) 3))))
+;;; woken by the release: each turn is one wait and one wake-up. None begins before both
+;;; hold their first one, else the first would go around N times alone.
+(defun climber (mutexes first n ready)
+  "Return a function that goes N times from a mutex of MUTEXES to the next, from FIRST on, once
+two have incremented the car of READY."
+  (declare (fixnum first n))
+  (flet ((mutex (i) (svref mutexes (mod (the fixnum (+ first (the fixnum i))) 3))))
     (lambda ()
       (grab-mutex (mutex 0))
-      (loop for i from 0 below n
+      (sb-ext:atomic-incf (car ready))
+      (loop until (= (car ready) 2) do (fiber-yield))
+      (loop for i fixnum from 0 below n
             do (grab-mutex (mutex (1+ i)))
                (release-mutex (mutex i)))
       (release-mutex (mutex n)))))
@@ -87,8 +92,9 @@ Return the nanoseconds of the first round and the median of the others."
 (defun bench-mutex (n)
   (take-turns "mutex" n
               (lambda ()
-                (let ((mutexes (coerce (loop repeat 3 collect (make-mutex)) 'simple-vector)))
-                  (list (climber mutexes 0 n) (climber mutexes 1 n))))))
+                (let ((mutexes (coerce (loop repeat 3 collect (make-mutex)) 'simple-vector))
+                    (ready (list 0)))
+                (list (climber mutexes 0 n ready) (climber mutexes 1 n ready))))))
 
 (defun player (mutex queue ball me other n)
   "Return a function that waits until the car of BALL is ME and makes it OTHER, N times."

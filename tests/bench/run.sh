@@ -10,6 +10,9 @@
 #   mutex N               two fibers pass mutexes to each other N times each: ns
 #                         for each time
 #   condvar N             the same with a condition variable
+#   mutex-free N          WITH-MUTEX N times with a mutex that nobody else wants,
+#                         in a fiber, in a thread, and in the Lisp that PLAIN
+#                         starts: ns for each, and ratios
 #   http PORT fibers|threads [CARRIERS]
 #                         hello world with Hunchentoot on 127.0.0.1, until killed
 #
@@ -20,12 +23,16 @@
 #   P      how many carriers: by default 1, and a carrier for each processor
 #          with http
 #   SBCL   another Lisp to run
+#   PLAIN  for mutex-free, the command of an SBCL without fibers, say
+#          SBCL_BUILD=/tmp/plain sh make.sh --without-sb-fiber
+#          PLAIN="env SBCL_BUILD=/tmp/plain sh run-sbcl.sh"
 
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 
 case ${1-} in
     switch | create | mutex | condvar) file=fibers.lisp P=${P:-1} ;;
+    mutex-free) file=mutex-free.lisp P=1 ;;
     http) file=http.lisp P=${P:-$(nproc)} ;;
     *) sed -n '2,/^$/{s/^# \{0,1\}//p;}' "$0" >&2; exit 2 ;;
 esac

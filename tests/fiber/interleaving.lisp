@@ -426,9 +426,9 @@ was put."
 (test bug-looking-before-announcing
   (with-changes (("ENTER-BUCKET"
                "(atomic-incf (bucket-waiters bucket))" "nil"
-               "(append-waiter (bucket-chain bucket) fiber)"
+               "(append-to-queue bucket first fiber)"
                "(progn (atomic-incf (bucket-waiters bucket))
-                       (append-waiter (bucket-chain bucket) fiber))"
+                       (append-to-queue bucket first fiber))"
                "(progn (atomic-decf (bucket-waiters bucket)) nil)" "nil"))
     (fails *fiber-waits*)))
 
@@ -447,7 +447,8 @@ was put."
     (fails *fiber-waits* :store-buffers t)))
 
 (test bug-one-kind-starves
-  (with-changes (("WAKE-IN-TURN" "(when (<= (native) 0) (fiber))" "(native)"))
+  (with-changes (("WAKE-IN-TURN" "(wake-fibers bucket address (wake-natives bucket address n))"
+                                 "(wake-natives bucket address n)"))
     (fails *fiber-waits-alone*)))
 
 (test bug-timing-out-after-a-wake
@@ -456,9 +457,104 @@ was put."
                "(progn (leave-bucket bucket fiber) futex-timed-out)"))
     (fails *wake-or-time-out*)))
 
+(test bug-forgetting-that-others-wait-for-the-word
+  (with-changes (("APPEND-TO-QUEUE"
+               "(setf (fiber-wait-next last) fiber
+                      (fiber-wait-previous fiber) last
+                      (fiber-wait-previous first) fiber)"
+               "(setf (fiber-wait-previous fiber) last
+                      (fiber-wait-previous first) fiber)"))
+    (fails *wake-all*)))
+
 (test bug-leaving-without-being-counted-out
   (with-changes (("LEAVE-BUCKET" "(atomic-decf (bucket-waiters bucket))" "nil"))
     (fails *wake-or-interruption*)))
+
+;;;; mutexes in the parking lot
+
+;;; What RELEASE-MUTEX does with the state
+(defun release-word ()
+  (unless (= 1 (perform :locked *memory* word-address
+                        (lambda ()
+                          (prog1 (svref *memory* word-address)
+                            (decf (svref *memory* word-address))))))
+    (unless (steps::hand-over word-address)
+      (write-word word-address 0)
+      (steps::wake-on-word word-address 1))))
+
+(defconstant counter-address 2)
+
+(defun work-and-release ()
+  (write-word counter-address (1+ (read-word counter-address)))
+  (release-word))
+
+(defun mutex-problem (holders)
+  (or (problem (/= 0 (svref *memory* word-address)) "The state is ~D." (svref *memory* word-address))
+      (problem (/= holders (svref *memory* counter-address)) "~D have held the mutex, and ~D counted."
+               holders (svref *memory* counter-address))))
+
+(defun lock-and-work (fiber)
+  (in-test-fiber (fiber)
+    (steps::contend-for-mutex fiber word-address nil nil)
+    (work-and-release)))
+
+;;; One that was woken in vain before. Returns true if it held the mutex.
+(defun claim-and-work (fiber deadline)
+  (in-test-fiber (fiber)
+    (loop
+      (let ((result (if (steps::take-mutex-or-mark word-address)
+                        t
+                        (steps::wait-in-bucket fiber word-address 2 deadline :wanted))))
+        (cond ((eql result sb-fiber::futex-timed-out) (return nil))
+              ((or (eq result t)
+                   (and (eql result sb-fiber::futex-woken)
+                        (eq :granted (steps::fiber-wait-claim fiber))))
+               (work-and-release)
+               (return t)))))))
+
+(defun barge ()
+  (when (= 0 (sb-ext:cas (steps::svref *memory* word-address) 0 1))
+    (work-and-release)
+    t))
+
+(defparameter *two-contenders*
+  (history ((first (make-test-fiber))
+            (second (make-test-fiber)))
+      (("first" (lock-and-work first))
+       ("second" (lock-and-work second)))
+    (or (mutex-problem 2) (phase-problem first second) (bucket-problem))))
+
+(defparameter *claim-and-barge*
+  (history ((fiber (make-test-fiber))
+            (claimed nil) (barged nil))
+      (("claimer" (setf claimed (claim-and-work fiber nil)))
+       ("holder" (setf barged (barge))))
+    (or (mutex-problem (count t (list claimed barged))) (phase-problem fiber) (bucket-problem))))
+
+(defparameter *claim-or-time-out*
+  (history ((fiber (make-test-fiber))
+            (claimed nil) (barged nil))
+      (("claimer" (setf claimed (claim-and-work fiber 10)))
+       ("holder" (setf barged (barge)))
+       ("time" (pass-time)))
+    (or (mutex-problem (count t (list claimed barged)))
+        (phase-problem fiber) (bucket-problem) (heap-problem))))
+
+(test a-mutex-has-one-holder
+  (holds *two-contenders*)
+  (holds *claim-and-barge*)
+  (holds *claim-or-time-out*))
+
+(test bug-granting-before-the-state-is-written
+  (with-changes (("TAKE-CLAIMANT"
+               "(setf (fiber-wait-claim (truly-the fiber fiber)) :granted
+                      (sap-ref-32 (int-sap address) 0) 2)"
+               "nil"
+               "(setf (fiber-wait-address (truly-the fiber fiber)) 0)"
+               "(setf (fiber-wait-claim (truly-the fiber fiber)) :granted
+                      (fiber-wait-address (truly-the fiber fiber)) 0
+                      (sap-ref-32 (int-sap address) 0) 2)"))
+    (fails *claim-or-time-out*)))
 
 ;;;; the waiter map
 

@@ -14,6 +14,14 @@
 
 (in-package "SB-FIBER-TESTS")
 
+#+sb-fiber
+(import '(sb-thread:make-mutex sb-thread:with-mutex sb-thread:grab-mutex sb-thread:release-mutex
+          sb-thread:mutex-owner sb-thread:holding-mutex-p sb-thread:with-recursive-lock
+          sb-thread:make-waitqueue sb-thread:condition-wait sb-thread:condition-notify
+          sb-thread:condition-broadcast sb-thread:make-semaphore sb-thread:signal-semaphore
+          sb-thread:wait-on-semaphore sb-thread:try-semaphore sb-thread:semaphore-count
+          sb-thread:make-thread sb-thread:join-thread sb-thread:thread-yield))
+
 ;;;; Groups that cannot hang a suite: whoever has not ended after *PATIENCE* is
 ;;;; reported as an error. Only a bug makes a test wait that long.
 
@@ -125,4 +133,25 @@ injector, so that fibers are resumed by other carriers than before."
           (dolist (,carrier-count ,counts)
             ,@body))
      (setf sb-fiber::*force-migration* nil)))
+
+;;;; Fibers and threads at the same time
+
+(defun mixed (carrier-count n-fibers n-threads function)
+  "Call FUNCTION with 0, 1, ... in fibers and in threads at the same time; return the results."
+  (with-group (group carrier-count)
+    (let ((fibers (loop for i below n-fibers
+                        collect (let ((i i)) (spawn (group) (funcall function i)))))
+          (threads (loop for i from n-fibers repeat n-threads
+                         collect (make-thread function :arguments i))))
+      (append (join-all fibers)
+              (mapcar (lambda (thread) (join-thread thread :timeout *patience*)) threads)))))
+
+(defun yield-at-random ()
+  (when (= (random 3) 0) (thread-yield)))
+
+;;; What a lock protects: two increments at once are seen as a lost one.
+(defmacro slow-increment (place)
+  `(let ((old ,place))
+     (yield-at-random)
+     (setf ,place (1+ old))))
 )

@@ -31,15 +31,24 @@
 
 (defun make-waiter () (make-fiber #'identity))
 
-(defun chain (bucket)
-  (loop for fiber = (sb-fiber::bucket-chain bucket) then (sb-fiber::fiber-wait-next fiber)
+(defun queues (bucket)
+  "The first fibers of the queues of BUCKET."
+  (loop for fiber = (sb-fiber::bucket-chain bucket) then (sb-fiber::fiber-wait-word fiber)
+        while fiber collect fiber))
+
+(defun queue-of (bucket address)
+  "The fibers that wait for ADDRESS in BUCKET, the longest waiting first."
+  (loop for fiber = (find address (queues bucket) :key #'address-of)
+          then (sb-fiber::fiber-wait-next fiber)
         while fiber collect fiber))
 
 (defun address-of (fiber) (sb-fiber::fiber-wait-address fiber))
-(defun enter (bucket fiber address &optional (expected 0))
-  (sb-fiber::enter-bucket bucket fiber address expected))
+(defun enter (bucket fiber address &optional (expected 0) claim)
+  (sb-fiber::enter-bucket bucket fiber address expected claim))
 (defun leave (bucket fiber) (sb-fiber::leave-bucket bucket fiber))
 (defun take (bucket address) (sb-fiber::take-from-bucket bucket address))
+(defun grant (bucket address) (sb-fiber::take-claimant bucket address))
+(defun claim-of (fiber) (sb-fiber::fiber-wait-claim fiber))
 (defun n-waiters (bucket) (sb-fiber::bucket-waiters bucket))
 
 ;;;; The chain of a bucket
@@ -104,14 +113,72 @@
       (is (leave bucket (third fibers)))
       (is (not (leave bucket (third fibers))))
       (is (leave bucket (fourth fibers)))
-      (is (equal (list (second fibers)) (chain bucket)))
+      (is (equal (list (second fibers)) (queue-of bucket word)))
       (is (= 1 (n-waiters bucket)))
-      ;; The end of the chain has moved.
+      ;; The end of the queue has moved.
       (enter bucket (first fibers) word)
-      (is (equal (list (second fibers) (first fibers)) (chain bucket))))))
+      (is (equal (list (second fibers) (first fibers)) (queue-of bucket word))))))
+
+;;; Prevents: one who was overtaken and waits behind those who came later; a mutex that is handed to
+;;; one who does not expect it.
+(test claims
+  (with-words (word other)
+    (let ((bucket (sb-fiber::make-bucket))
+          (patient (make-waiter))
+          (claimer (make-waiter)))
+      (enter bucket patient word)
+      (is (null (grant bucket word)))
+      (enter bucket claimer word 0 :wanted)
+      (is (equal (list claimer patient) (queue-of bucket word)))
+      (is (= 1 (sb-fiber::bucket-claims bucket)))
+      (is (null (grant bucket other)))
+      (is (eq claimer (grant bucket word)))
+      (is (eq :granted (claim-of claimer)))
+      (is (= 0 (address-of claimer)))
+      (is (= 2 (word word)))            ; the mutex remains taken
+      (is (= 0 (sb-fiber::bucket-claims bucket)))
+      (is (null (grant bucket word)))
+      (is (eq patient (take bucket word)))
+      (is (null (claim-of patient)))
+      (is (= 0 (n-waiters bucket))))))
+
+;;; A claim that is given up, or answered by an ordinary wake-up.
+(test claims-that-end
+  (with-words (word)
+    (let ((bucket (sb-fiber::make-bucket))
+          (claimer (make-waiter)))
+      (enter bucket claimer word 0 :wanted)
+      (is (leave bucket claimer))
+      (is (= 0 (sb-fiber::bucket-claims bucket)))
+      (enter bucket claimer word 0 :wanted)
+      (is (eq claimer (take bucket word)))
+      (is (not (eq :granted (claim-of claimer))))
+      (is (= 0 (sb-fiber::bucket-claims bucket) (n-waiters bucket)))
+      (is (= 0 (word word))))))
+
+(defun links (fiber)
+  (list (sb-fiber::fiber-wait-next fiber) (sb-fiber::fiber-wait-previous fiber)
+        (sb-fiber::fiber-wait-word fiber)))
 
 (defun first-waiter (address model)
   (car (find address model :key #'cdr)))
+
+(defun sound-bucket-p (bucket words model spare)
+  "Does BUCKET hold what MODEL says, and is it linked as it must be?"
+  (and (loop for word across words
+             for queue = (queue-of bucket word)
+             always (equal queue (loop for (fiber . address) in model
+                                       when (= address word) collect fiber))
+             always (loop for (fiber next) on (cons (car (last queue)) queue)
+                          always (or (null next)
+                                     (eq fiber (sb-fiber::fiber-wait-previous next)))))
+       (= (length (queues bucket))
+          (length (remove-duplicates (mapcar #'cdr model))))
+       (every (lambda (fiber) (and (= 0 (address-of fiber)) (equal '(nil nil nil) (links fiber))))
+              spare)
+       (= (n-waiters bucket) (length model))
+       (= (sb-fiber::bucket-claims bucket)
+          (count :wanted model :key (lambda (entry) (claim-of (car entry)))))))
 
 (defun random-operations (n words)
   "Do N operations on a bucket and on a list of conses of a fiber and its word. Return the number of the
@@ -121,12 +188,16 @@ first that differs, or NIL."
         (spare (loop repeat 30 collect (make-waiter))))
     (dotimes (i n)
       (let ((word (aref words (random (length words)))))
-        (ecase (random 4)
+        (ecase (random 5)
           ((0 1) (when spare
                    (let ((fiber (pop spare)))
                      (cond ((enter bucket fiber word (random 2))
                             (setf model (append model (list (cons fiber word)))))
                            (t (push fiber spare))))))
+          (4 (when spare
+               (let ((fiber (pop spare)))
+                 (enter bucket fiber word 0 :wanted)
+                 (push (cons fiber word) model))))
           (2 (let ((fiber (take bucket word)))
                (unless (eq fiber (first-waiter word model)) (return i))
                (when fiber
@@ -137,11 +208,7 @@ first that differs, or NIL."
                  (unless (leave bucket fiber) (return i))
                  (push fiber spare)
                  (setf model (remove fiber model :key #'car))))))
-        (unless (and (equal (chain bucket) (mapcar #'car model))
-                     (equal (mapcar #'address-of (chain bucket)) (mapcar #'cdr model))
-                     (every (lambda (fiber) (= 0 (address-of fiber))) spare)
-                     (= (n-waiters bucket) (length model)))
-          (return i))))))
+        (unless (sound-bucket-p bucket words model spare) (return i))))))
 
 (test random-operations
   (with-words (one two three)

@@ -37,6 +37,9 @@
 
 (defun steps::int-sap (address) address)
 (defun steps::sap-ref-32 (address offset) (read-word (+ address offset)))
+(defun (setf steps::sap-ref-32) (value address offset) (write-word (+ address offset) value))
+(defun (sb-ext:cas steps::sap-ref-32) (old new address offset)
+  (sb-ext:cas (steps::svref *memory* (+ address offset)) old new))
 
 (defconstant clock-address 9)
 (defun steps::fiber-now () (read-word clock-address))
@@ -189,7 +192,8 @@
   (or (problem (sb-fiber::bucket-chain *bucket*) "There is somebody in the chain.")
       (problem (/= 0 (sb-fiber::bucket-waiters *bucket*)) "~D waiters are counted."
                (sb-fiber::bucket-waiters *bucket*))
-      (problem (/= 0 (sb-fiber::bucket-native *bucket*)) "Native waiters are counted.")))
+      (problem (/= 0 (sb-fiber::bucket-native *bucket*)) "Native waiters are counted.")
+      (problem (/= 0 (sb-fiber::bucket-claims *bucket*)) "Claims are counted.")))
 
 ;;;; epoll(7) with one descriptor, which is always ready, for READY
 
