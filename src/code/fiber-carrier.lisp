@@ -81,6 +81,9 @@ who do so at a time the second sees both."
   "Sleep until there is a scheduler for CARRIER, or a fiber in its inbox."
   (put-in-place (fiber-group-spares group) carrier)
   (place-orphans group)
+  ;; It may have seen this spare, which has got a scheduler now, and think that there is one for the
+  ;; next orphan.
+  (ring-manager group)
   (loop until (or (carrier-scheduler carrier) (eq (fiber-group-state group) :stopped))
         do (sleep-on-alarm carrier)
            (run-inbox carrier)

@@ -130,6 +130,8 @@ registered; there is :ONE-SHOT. NAME is for printing."
                   :format-arguments (list count max-pollers)))))
 
 (defun make-running-group (n name)
+  (when (equal (posix-getenv "SB_FIBER_FORCE_MIGRATION") "1")
+    (setf *force-migration* t))
   (let ((group (%make-fiber-group (and name (string name)))))
     (setf (fiber-group-schedulers group) (make-schedulers group n))
     (loop for scheduler across (fiber-group-schedulers group)

@@ -50,3 +50,36 @@
                 (fiber-next end) nil)
           (unless (injector-first injector) (setf (injector-last injector) nil))))
       first)))
+
+;;;; for tests: fibers that must go elsewhere
+
+(declaim (inline migrant-p))
+(defun migrant-p (fiber carrier)
+  (neq (fiber-last-carrier (truly-the fiber fiber)) carrier))
+
+(declaim (ftype (sfunction (injector t) boolean) injector-has-migrant-p))
+(defun injector-has-migrant-p (injector carrier)
+  "Is there a fiber in INJECTOR that CARRIER has not run last?"
+  (with-tiny-lock ((injector-lock injector))
+    (let ((fiber (injector-first injector)))
+      (loop until (or (null fiber) (migrant-p fiber carrier))
+            do (setf fiber (fiber-next (truly-the fiber fiber))))
+      (and fiber t))))
+
+(declaim (ftype (sfunction (injector t) t) injector-take-migrant))
+(defun injector-take-migrant (injector carrier)
+  "Remove the first fiber from INJECTOR that CARRIER has not run last. Return it, or NIL."
+  (with-tiny-lock ((injector-lock injector))
+    (let ((before nil)
+          (fiber (injector-first injector)))
+      (loop until (or (null fiber) (migrant-p fiber carrier))
+            do (setf before fiber
+                     fiber (fiber-next (truly-the fiber fiber))))
+      (when fiber
+        (let ((after (fiber-next (truly-the fiber fiber))))
+          (if before
+              (setf (fiber-next (truly-the fiber before)) after)
+              (setf (injector-first injector) after))
+          (unless after (setf (injector-last injector) before))
+          (setf (fiber-next (truly-the fiber fiber)) nil)))
+      fiber)))

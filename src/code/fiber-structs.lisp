@@ -41,6 +41,8 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   (carrier nil)
   ;; The carrier that must run it next, since it parked pinned, or NIL.
   (home nil)
+  ;; The carrier that ran it last, if migration is forced.
+  (last-carrier nil)
   (pin-count 0 :type fixnum)
   ;; Why it is parked: a symbol, or the object that it waits for.
   (wait-reason nil)

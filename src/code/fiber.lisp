@@ -219,7 +219,8 @@
 ;;;; making a fiber runnable
 
 (define-load-time-global *force-migration* nil
-  "For tests: true if a fiber is to be resumed by another carrier than before.")
+  "For tests: true if a fiber is to be resumed by another carrier than the last one, where its group has
+more than one, and it is not pinned.")
 
 (defmacro push-chain (place fiber)
   "Atomically put FIBER in front of the chain at PLACE."
@@ -272,6 +273,23 @@
   (injector-put (fiber-group-injector group) fiber)
   (barrier (:memory)) ; what gives the lock back is a plain store
   (call-for-help group))
+
+;;; A group of one carrier has nowhere else to go.
+(declaim (inline migration-forced-p))
+(defun migration-forced-p (group)
+  (and *force-migration*
+       (> (length (fiber-group-schedulers group)) 1)))
+
+(defun take-migrant (group)
+  "Where migration is forced: remove a fiber from the injector of GROUP that this carrier has not run last,
+and return it, or NIL."
+  (declare (fiber-group group))
+  (let ((injector (fiber-group-injector group)))
+    (when (and (injector-first injector) (migration-forced-p group))
+      (let ((fiber (injector-take-migrant injector *carrier*)))
+        ;; Whoever was woken for what is left may not be the one who may run it.
+        (when (injector-first injector) (wake-one-idle group))
+        fiber))))
 
 (declaim (inline my-scheduler))
 (defun my-scheduler (group)
@@ -367,7 +385,9 @@ for interruptions next has been seen to be mounted by those who have queued none
   "The next fiber to run, or NIL if it is time to look around, or nothing is queued."
   (unless (or (> (incf (scheduler-turns scheduler)) +turns-per-poll+)
               (carrier-inbox carrier))
-    (run-queue-take (scheduler-queue scheduler))))
+    (or (run-queue-take (scheduler-queue scheduler))
+        (and *force-migration*
+             (take-migrant (truly-the fiber-group (scheduler-group scheduler)))))))
 
 (declaim (ftype (sfunction (symbol) null) leave))
 (defun leave (action)
@@ -382,6 +402,7 @@ it is resumed."
     (setf (carrier-predecessor carrier) fiber
           (carrier-action carrier) action
           (fiber-carrier fiber) nil)
+    (when *force-migration* (setf (fiber-last-carrier fiber) carrier))
     (if next
         (mount carrier (context-of fiber) (truly-the fiber next))
         (%switch-context (context-of fiber) (int-sap (carrier-context carrier))))
@@ -499,10 +520,12 @@ return that, or NIL if there is none."
   (setf (scheduler-turns scheduler) 0)
   (collect-expired scheduler)
   (collect-reports scheduler 0)
-  (or (and (injector-first
-            (fiber-group-injector (truly-the fiber-group (scheduler-group scheduler))))
-           (collect-injected scheduler))
-      (run-queue-take (scheduler-queue scheduler))))
+  (let ((group (truly-the fiber-group (scheduler-group scheduler))))
+    (or (and (injector-first (fiber-group-injector group))
+             (if (migration-forced-p group)
+                 (take-migrant group)
+                 (collect-injected scheduler)))
+        (run-queue-take (scheduler-queue scheduler)))))
 
 (declaim (inline enough-search-p))
 (defun enough-search-p (group)
@@ -549,10 +572,20 @@ their processors from those who work."
   (loop (let ((idle (fiber-group-idle group)))
           (when (eq (cas (fiber-group-idle group) idle (logandc2 idle bit)) idle) (return)))))
 
+(defun injected-for-p (carrier scheduler group)
+  "Is there something in the injector of GROUP for CARRIER, or for another one that it can wake?"
+  (declare (fiber-group group))
+  (let ((injector (fiber-group-injector group)))
+    (and (injector-first injector)
+         (or (not (migration-forced-p group))
+             (injector-has-migrant-p injector carrier)
+             (/= 0 (logandc2 (fiber-group-idle group)
+                             (ash 1 (poller-index (scheduler-poller scheduler)))))))))
+
 (defun something-to-do-p (carrier scheduler)
   (let ((group (truly-the fiber-group (scheduler-group scheduler))))
     (or (carrier-inbox carrier)
-        (injector-first (fiber-group-injector group))
+        (injected-for-p carrier scheduler group)
         (eq (fiber-group-state group) :stopped)
         *interrupt-pending*
         (loop for other across (fiber-group-schedulers group)

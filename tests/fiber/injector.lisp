@@ -76,6 +76,33 @@
     (equal (remove-if-not (lambda (fiber) (member fiber mine)) taken)
            (remove-if-not (lambda (fiber) (member fiber mine)) put))))
 
+(defun set-last-carriers (fibers numbers)
+  (mapc (lambda (fiber number) (setf (sb-fiber::fiber-last-carrier fiber) number)) fibers numbers))
+
+(defun differ-p (a b) (not (eql a b)))
+
+(defun take-migrants (injector carrier)
+  (loop for fiber = (sb-fiber::injector-take-migrant injector carrier)
+        while fiber collect fiber))
+
+;;; From the front, from the middle, from the end.
+(test taking-those-that-others-ran
+  (dolist (numbers '((1 2 2 2) (2 1 2 2) (2 2 2 1) (1 2 1 2) (2 1 1 2) (1 1 1 1) (2 2 2 2) (nil 1 2 nil)))
+    (let ((injector (sb-fiber::make-injector))
+          (fibers (make-fibers 4))
+          (more (make-fibers 2)))
+      (set-last-carriers fibers numbers)
+      (put-all injector fibers)
+      (flet ((those (test)
+               (loop for fiber in fibers
+                     when (funcall test (sb-fiber::fiber-last-carrier fiber) 1) collect fiber)))
+        (is (eq (and (those #'differ-p) t) (sb-fiber::injector-has-migrant-p injector 1)))
+        (is (equal (those #'differ-p) (take-migrants injector 1)))
+        (is (eq nil (sb-fiber::injector-has-migrant-p injector 1)))
+        ;; LAST is right, too.
+        (put-all injector more)
+        (is (equal (append (those #'eql) more) (take-at-most injector 10)))))))
+
 ;;; Prevents: two threads that put at once, of whom one is forgotten; places that are given away.
 (test several-threads
   (loop repeat 10

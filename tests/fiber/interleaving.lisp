@@ -831,6 +831,25 @@ was put."
     (problem (not (eql 0 (svref (sb-fiber::fiber-group-orphans group) 0)))
              "Nobody serves the scheduler.")))
 
+;;; The first new carrier is a spare when the manager looks, and then it is none.
+(defparameter *give-two-away*
+  (history ((group (make-test-group 2))
+            (first (make-test-carrier group 0))
+            (second (make-test-carrier group 1)))
+      (("first" (steps::give-scheduler-away first))
+       ("second" (steps::give-scheduler-away second))
+       ("manager" (steps::run-manager group))
+       ("new" (be-new-carrier))
+       ("newer" (be-new-carrier)))
+    (problem (find 0 (sb-fiber::fiber-group-orphans group) :test-not #'eql)
+             "Nobody serves the scheduler.")))
+
+(defmacro with-two-places (&body body)
+  `(with-changes (("SEARCH-ELSEWHERE" "4" "1" "50" "1")
+                  ("PUT-IN-PLACE" "(length places)" "2")
+                  ("TAKE-FROM-PLACE" "(length places)" "2"))
+     ,@body))
+
 ;;; A fiber whose carrier has no scheduler gives its deadline to one that is served by another.
 (defparameter *deadline-for-another*
   (history ((group (make-test-group 1))
@@ -841,6 +860,47 @@ was put."
                   (loop until (steps::deadline-passed-p 10) do (steps::park nil 10))))
        ("carrier" (steps::carrier-loop carrier)))
     (or (phase-problem fiber) (heap-problem))))
+
+;;; Migration is forced, and the fiber was last run by the carrier that may be woken for it.
+(defparameter *pass-on*
+  (history ((group (make-test-group 2))
+            (first (make-test-carrier group 0))
+            (second (make-test-carrier group 1))
+            (ran-on nil))
+      (("first" (let ((steps::*carrier* first)) (steps::carrier-loop first)))
+       ("second" (let ((steps::*carrier* second)) (steps::carrier-loop second)))
+       ("submitter" (let ((fiber (make-runnable-fiber
+                                  group (lambda () (setf ran-on steps::*carrier*)))))
+                      (setf (sb-fiber::fiber-last-carrier fiber) first)
+                      (steps::inject group fiber))))
+    (problem (not (eq ran-on second)) "The fiber was run on ~S." ran-on)))
+
+(defmacro with-forced-steps (&body body)
+  `(unwind-protect (progn (setf steps::*force-migration* t) ,@body)
+     (setf steps::*force-migration* nil)))
+
+(test who-may-not-run-a-fiber-passes-it-on
+  (with-short-searches
+    (with-forced-steps
+      (holds *pass-on* :switches 2))))
+
+(test bug-not-passing-a-fiber-on
+  (with-short-searches
+    (with-forced-steps
+      ;; Who finds that another one sleeps would not sleep himself, and try for ever.
+      (with-changes (("TAKE-MIGRANT" "(wake-one-idle group)" "nil")
+                     ("INJECTED-FOR-P" "(logandc2 (fiber-group-idle group)
+                                         (ash 1 (poller-index (scheduler-poller scheduler))))"
+                                       "0"))
+        (fails *pass-on* :switches 2)))))
+
+(test bug-going-to-sleep-over-what-others-must-run
+  (with-short-searches
+    (with-forced-steps
+      (with-changes (("INJECTED-FOR-P" "(/= 0 (logandc2 (fiber-group-idle group)
+                                         (ash 1 (poller-index (scheduler-poller scheduler)))))"
+                                       "nil"))
+        (fails *pass-on* :switches 2)))))
 
 (test no-carrier-sleeps-while-there-is-work
   (with-short-searches
@@ -903,6 +963,15 @@ was put."
                               (setf (carrier-alarm carrier) 0)
                               (sleep-on-alarm carrier))"))
       (fails *send-home-to-spare*))))
+
+(test two-schedulers-are-given-away
+  (with-two-places
+    (holds *give-two-away* :switches 1)))
+
+(test bug-a-spare-that-does-not-tell-the-manager
+  (with-two-places
+    (with-changes (("IDLE-AS-SPARE" "(ring-manager group)" "nil"))
+      (fails *give-two-away* :switches 1))))
 
 (test bug-a-spare-that-does-not-look-for-orphans
   (with-short-searches

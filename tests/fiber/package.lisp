@@ -39,8 +39,15 @@
         repeat 20
         collect (list* fiber (multiple-value-list (fiber-state fiber)))))
 
+(defun migration-wanted-p ()
+  "Is the environment such that START-FIBERS forces migration?"
+  (equal (sb-ext:posix-getenv "SB_FIBER_FORCE_MIGRATION") "1"))
+
 (defun call-with-group (function carrier-count)
-  (let ((group (start-fibers nil :carrier-count carrier-count))
+  ;; From one carrier there is nowhere to go.
+  (let ((group (start-fibers nil :carrier-count (if (migration-wanted-p)
+                                                    (max 2 carrier-count)
+                                                    carrier-count)))
         (ok nil))
     (unwind-protect (multiple-value-prog1 (funcall function group)
                       (setf ok t))
@@ -125,14 +132,17 @@ is the start of a command line that the Lisp is appended to."
 
 (defmacro on-carriers ((carrier-count &key (counts ''(1 2 16)) (migration ''(nil t)))
                        &body body)
-  "Execute BODY with each number of carriers, and again such that each wake-up goes through the
-injector, so that fibers are resumed by other carriers than before."
-  `(unwind-protect
-        (dolist (migration ,migration)
-          (setf sb-fiber::*force-migration* migration)
-          (dolist (,carrier-count ,counts)
-            ,@body))
-     (setf sb-fiber::*force-migration* nil)))
+  "Execute BODY with each number of carriers, and again such that each fiber is resumed by another carrier
+than before; only so, if the environment wants it."
+  `(call-on-carriers (lambda (,carrier-count) ,@body) ,counts ,migration))
+
+(defun call-on-carriers (function counts migration)
+  (unwind-protect
+       (dolist (migration (if (migration-wanted-p) (remove nil migration) migration))
+         (setf sb-fiber::*force-migration* migration)
+         (dolist (count (if migration (remove 1 counts) counts))
+           (funcall function count)))
+    (setf sb-fiber::*force-migration* nil)))
 
 ;;;; Fibers and threads at the same time
 

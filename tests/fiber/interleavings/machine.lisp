@@ -274,9 +274,10 @@
   (declare (ignore group))
   (and *running* (steps::carrier-scheduler *running*)))
 
-;;; There is at most one of each at a time, and the place that it takes is the first.
+;;; There are at most two of each at a time, and the places that they take are the first.
 (defun steps::all-free-p (places)
-  (eql 0 (steps::svref places 0)))
+  (and (eql 0 (steps::svref places 0))
+       (eql 0 (steps::svref places 1))))
 
 (defstruct start (carriers '()))
 (defvar *start*)
