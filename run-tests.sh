@@ -4,8 +4,13 @@
 # usage: sh run-tests.sh [NAME]...
 #
 # NAME is a suite of tests/fiber/ (timers for tests/fiber/timers.lisp), or
-# "upstream": SBCL's own regression tests, each of its files counted as one
-# (to run one of them: cd build/sbcl/tests && sh run-tests.sh FILE).
+#   in-fibers      tests of SBCL, bordeaux-threads, usocket and CFFI, run in a
+#                  thread and in fibers (see tests/in-fibers/harness.lisp);
+#   locks-moving   the suites locks and io, such that each fiber is resumed by
+#   io-moving      another carrier than before;
+#   upstream       SBCL's own regression tests, each of its files counted as one
+#                  (to run one of them:
+#                  cd build/sbcl/tests && sh run-tests.sh FILE).
 # Without a name, all are run.  The last line says how many checks passed and
 # how many failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT
 # seconds (300), counts as one that failed.  Logs are left in build/tests/.
@@ -21,11 +26,12 @@ if [ $# = 0 ]; then
         name=${file##*/} name=${name%.lisp}
         case $name in package | run) ;; *) set -- "$@" "$name" ;; esac
     done
-    set -- "$@" upstream
+    set -- "$@" locks-moving io-moving in-fibers upstream
 fi
 for name; do
-    [ "$name" = upstream ] || [ -f "$root/tests/fiber/$name.lisp" ] ||
-        die "there is no suite $name: no file tests/fiber/$name.lisp"
+    case $name in in-fibers | upstream) continue ;; esac
+    [ -f "$root/tests/fiber/${name%-moving}.lisp" ] ||
+        die "there is no suite $name: no file tests/fiber/${name%-moving}.lisp"
 done
 
 needs=
@@ -35,6 +41,11 @@ lisp=/usr/share/common-lisp/source
            cl-usocket=$lisp/usocket cl-bordeaux-threads=$lisp/bordeaux-threads
            cl-cffi=$lisp/cl-cffi"
 case " $* " in *" upstream "*) needs="$needs procps=ps" ;; esac
+case " $* " in
+    *" in-fibers "*)
+        needs="$needs cl-rt=$lisp/rt pkg-config"
+        compiles ffi.h || needs="$needs libffi-dev=/usr/include/x86_64-linux-gnu/ffi.h" ;;
+esac
 # All at once: whoever may not install gets one line to run.
 [ -f "$build/built" ] || needs="$needs $(build_needs)"
 need $needs
@@ -50,12 +61,13 @@ count() { passed=$((passed + $1)) failed=$((failed + $2)); }
 
 suite() {
     status=0
-    timeout -k 10 "${SUITE_TIMEOUT:-300}" \
+    case $1 in *-moving) moving=1 ;; *) moving=${SB_FIBER_FORCE_MIGRATION-} ;; esac
+    SB_FIBER_FORCE_MIGRATION=$moving timeout -k 10 "${SUITE_TIMEOUT:-300}" \
         sh "$root/run-sbcl.sh" --noinform --disable-ldb \
         --no-sysinit --no-userinit --non-interactive \
-        --load "$root/tests/fiber/run.lisp" "$1" \
+        --load "$root/tests/fiber/run.lisp" "${1%-moving}" \
         </dev/null >"$logs/$1.log" 2>&1 || status=$?
-    counts=$(sed -n "s/^$1: \([0-9]*\) passed, \([0-9]*\) failed.*/\1 \2/p" \
+    counts=$(sed -n "s/^${1%-moving}: \([0-9]*\) passed, \([0-9]*\) failed.*/\1 \2/p" \
                  "$logs/$1.log" | tail -n 1)
     case $counts:$status in
         *" 0:0" | *" "[1-9]*:1)
@@ -72,6 +84,49 @@ suite() {
             fi ;;
     esac
     count $counts
+}
+
+# The suites of tests/in-fibers, in parts that take about the same time; most
+# of it they sleep.
+in_fibers_parts='
+    sb-concurrency 1/2 sb-concurrency 2/2 cffi 1/1 usocket 1/1
+    bordeaux-threads 1/2 bordeaux-threads 2/2
+    deadline.impure 1/3 deadline.impure 2/3 deadline.impure 3/3
+    threads.pure 1/3 threads.pure 2/3 threads.pure 3/3
+    threads.impure 1/2 threads.impure 2/2 mutex.impure 1/2 mutex.impure 2/2
+    threads-2.impure 1/3 threads-2.impure 2/3 threads-2.impure 3/3
+    timer.impure 1/3 timer.impure 2/3 timer.impure 3/3
+    timer-dead-thread.impure 1/1 make-thread.pure 1/1 join-thread-timeout.impure 1/1'
+
+in_fibers() {
+    dir=$logs/in-fibers good=0 bad=0
+    mkdir "$dir"
+    # All at once would compile the same libraries.
+    sh "$root/run-sbcl.sh" --non-interactive --no-userinit --eval '(require :asdf)' \
+        --eval '(mapc (function asdf:load-system)
+                      (list "fiveam" "usocket-server" "rt" "cffi-libffi"))' \
+        </dev/null >"$dir/libraries.log" 2>&1 || :
+    echo $in_fibers_parts |
+        xargs -n 2 -P 12 sh "$root/tests/in-fibers/run.sh" "$dir" || :
+    set -- $in_fibers_parts
+    while [ $# -gt 0 ]; do
+        part=$1-${2%/*}
+        shift 2
+        log=$dir/$part.log
+        sed -n -e "s/^\(.* fails in a thread as well\), .*/$part: \1/p" \
+            -e "s/^\(.* is tried again\), .*/$part: \1/p" "$log" || :
+        grep -A 20 -e '^FAILURE' -e ' hangs (' "$log" || :
+        counts=$(sed -n 's/^.*: \([0-9]*\) passed, \([0-9]*\) failed$/\1 \2/p' "$log" |
+                     tail -n 1)
+        if [ ! "$counts" ]; then
+            tail -n 40 "$log"
+            echo "in-fibers: $part crashed, or took too long"
+            counts="0 1"
+        fi
+        good=$((good + ${counts% *})) bad=$((bad + ${counts#* }))
+    done
+    echo "in-fibers: $good passed, $bad failed"
+    count $good $bad
 }
 
 # Each file of SBCL's tests is a process, and prints "NAME: success" or
@@ -101,7 +156,11 @@ upstream() {
 }
 
 for name; do
-    case $name in upstream) upstream ;; *) suite "$name" ;; esac
+    case $name in
+        in-fibers) in_fibers ;;
+        upstream) upstream ;;
+        *) suite "$name" ;;
+    esac
 done
 echo "$passed passed, $failed failed"
 [ $failed = 0 ]

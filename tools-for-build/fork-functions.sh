@@ -82,7 +82,7 @@ fork_files() (
          ! -name '*.rej' ! -name '*.fasl' 2>/dev/null |
         while read -r file; do
             case $file in
-                tests/fiber/* | tests/bench/* | tools-for-build/*.sh) ;;
+                tests/fiber/* | tests/in-fibers/* | tests/bench/* | tools-for-build/*.sh) ;;
                 # An ASDF system of ours, which SBCL's build knows nothing of.
                 contrib/*/*)
                     dir=${file#contrib/} dir=contrib/${dir%%/*}

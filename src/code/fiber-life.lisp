@@ -37,7 +37,16 @@ FIBER-FAILED-CAUSE is that error."))
               (typecase reason
                 (null nil)
                 (fd-cell (format nil "descriptor ~D" (fd-cell-fd reason)))
-                (t reason))))))
+                (t reason)))
+      (when (eq state :finished)
+        (print-values (fiber-result fiber) stream)))))
+
+(defun print-values (values stream)
+  "What is printed of a thread that has returned VALUES."
+  (let ((*print-array* nil)
+        (*print-length* 2)
+        (*print-level* 4))
+    (format stream "~:[ no values~; values: ~:*~{~S~^, ~}~]" values)))
 
 (declaim (ftype (sfunction ((or symbol function) &key (:name t) (:stack-size unsigned-byte)
                                                  (:initial-bindings list))

@@ -1,0 +1,52 @@
+;;;; What is not run in fibers, and why
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "IN-FIBERS")
+
+;;; A suite; a test or some; modes, or T for all; the reason.
+(setf *exclusions*
+      '(("cffi" "BUG-1395242" ("body-1" "body-16" "all-1" "all-2")
+         "It calls the C compiler 24 times; twice will do.")
+        ("bordeaux-threads" "CONDITION-VARIABLE" t
+         "It wakes one of those who wait, and not who can go on: on a busy machine it hangs in threads.")
+
+        ;; What a fiber is not
+        ("threads.impure" "(THREADS TRIVIA)" t
+         "Fibers are in LIST-ALL-FIBERS, not in LIST-ALL-THREADS.")
+        ("threads.impure" "(THREADS MORE-TRIVIA)" ("all-1" "all-2" "all-16")
+         "Fibers are neither in LIST-ALL-THREADS nor in SB-THREAD::*ALL-THREADS*.")
+        ("threads.pure" "OS-THREAD-NAME" ("all-1" "all-2" "all-16")
+         "A fiber has no directory in /proc/self/task.")
+        ("threads-2.impure" "FP-MODE-INHERITANCE-THREADS" ("all-1" "all-2" "all-16")
+         "A fiber begins with the floating point modes of its carrier, not of its maker.")
+        ("threads.impure"
+         ("(INTERRUPT-THREAD DEFERRABLES-BLOCKED)" "(INTERRUPT-THREAD NLX)") t
+         "It asks for the signal mask of a handler; a fiber is interrupted without a signal.")
+        ("timer.impure"
+         ("(TIMER DEFERRABLES-BLOCKED)" "(TIMER DEFERRABLES-UNBLOCKED UNWIND)") t
+         "It asks for the signal mask of a handler; a fiber is interrupted without a signal.")
+
+        ;; A fiber that computes is interrupted when it parks, and those behind it run then.
+        ("threads.pure" ("SYMBOL-VALUE-IN-THREAD.2" "SYMBOL-VALUE-IN-THREAD.3") t
+         "It looks at a binding of a thread that runs; of a fiber that must be parked.")
+        ("threads-2.impure"
+         ("(SEMAPHORE SIGNAL-THEN-WAIT)" "(SEMAPHORE TIMEOUT SPURIOUS-WAKEUP)"
+          "(PARALLEL DEFCLASS)")
+         "all-1"
+         "A fiber computes until another one ends it.")
+        ("threads-2.impure"
+         ("(INTERRUPT-THREAD MORE-BASICS)" "(INTERRUPT-THREAD INTERRUPT-FOREIGN-LOOP)"
+          "(INTERRUPT-THREAD NO-NESTING)" "(INTERRUPT-THREAD NESTING)"
+          "(BINDING-STACK-GC-SAFETY)")
+         ("all-1" "all-2" "all-16")
+         "It interrupts what computes.")
+        ("timer.impure" "(TIMER DEFERRABLES-UNBLOCKED)" t
+         "It computes until the timer interrupts it.")
+        ("timer.impure" "(TIMER THREADED-STRESS)" ("all-1" "all-2" "all-16")
+         "It interrupts what computes.")))
