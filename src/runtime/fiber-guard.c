@@ -425,8 +425,9 @@ int fiber_put_back_signal_mask()
 {
     struct thread* th = get_sb_vm_thread();
     sigset_t old, *outer = os_context_sigmask_addr(nth_interrupt_context(0, th));
+    thread_sigmask(SIG_BLOCK, &deferrable_sigset, &old); // none is deferred after this test
     if (interrupt_handler_pending_p()) return 0;
-    thread_sigmask(SIG_SETMASK, outer, &old);
+    thread_sigmask(SIG_SETMASK, outer, 0);
     memcpy(&th->fiber_context->signal_mask, &old, sizeof th->fiber_context->signal_mask);
     return 1;
 }
@@ -446,8 +447,9 @@ static void send_deferred_signal_again(struct thread* th)
 /* The fiber goes on in its handler. */
 void fiber_restore_signal_mask()
 {
-    send_deferred_signal_again(get_sb_vm_thread());
     sigset_t mask;
+    thread_sigmask(SIG_BLOCK, &deferrable_sigset, 0); // none is deferred behind our back
+    send_deferred_signal_again(get_sb_vm_thread());
     sigemptyset(&mask);
     memcpy(&mask, &get_sb_vm_thread()->fiber_context->signal_mask, sizeof (lispobj));
     thread_sigmask(SIG_SETMASK, &mask, 0);

@@ -10,6 +10,7 @@
 (in-package "SB-FIBER-TESTS")
 
 (require :sb-posix)
+(require :sb-bsd-sockets)
 
 (def-suite* interrupts)
 
@@ -638,7 +639,70 @@
                                       (sb-sys:with-deadline (:seconds 1/100) (sleep 3600))
                                       (sleep 1/20)))))))))
 
+;;;; Connecting
+
+(defun call-with-deaf-listener (function)
+  "Call FUNCTION with the port of a socket that nobody accepts from; it keeps some connections waiting, and
+does not answer others."
+  (let ((listener (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp)))
+    (unwind-protect
+         (progn (sb-bsd-sockets:socket-bind listener #(127 0 0 1) 0)
+                (sb-bsd-sockets:socket-listen listener 0)
+                (funcall function (nth-value 1 (sb-bsd-sockets:socket-name listener))))
+      (sb-bsd-sockets:socket-close listener))))
+
+;;; How usocket does it. Prevents: O_NONBLOCK on a socket whose user has not asked for it.
+(test time-out-of-a-connection
+  (on-carriers (n)
+    (call-with-deaf-listener
+     (lambda (port)
+       (let ((results (in-fibers
+                       n 8
+                       (lambda (i)
+                         (declare (ignore i))
+                         (let ((socket (make-instance 'sb-bsd-sockets:inet-socket
+                                                      :type :stream :protocol :tcp)))
+                           (unwind-protect
+                                (list (timed-out-p
+                                        (sb-ext:with-timeout 1/5
+                                          (sb-bsd-sockets:socket-connect socket #(127 0 0 1) port)))
+                                      (sb-bsd-sockets:non-blocking-mode socket))
+                             (sb-bsd-sockets:socket-close socket)))))))
+         (is (find t results :key #'first))
+         (is (every #'null (mapcar #'second results))))))))
+
 ;;;; Storms
+
+;;; Each fiber is in a handler that lets others interrupt it, and parks there again and again. Prevents: a
+;;; handler that finds signals unblocked although one has been deferred, which is the end of the process.
+(test signals-for-handlers-that-park
+  (on-carriers (n :counts '(1 2)) ; with more carriers than processors each has its turn rarely
+    (with-group (group n)
+      (let* ((stop (make-flag)) (entered (make-flag)) (left (make-flag))
+             (threads (busy-carriers group n))
+             (fibers (loop repeat (* 2 n)
+                           collect (let ((started (make-flag)))
+                                     (computing-fiber (group started)
+                                       (loop until (flag-value left)
+                                             do (fiber-yield)
+                                                (loop repeat 100 do (sb-ext:spin-loop-hint)))
+                                       :done)))))
+        (dolist (fiber fibers)
+          (interrupt-fiber fiber (lambda ()
+                                   (count-one entered)
+                                   (loop until (flag-value stop)
+                                         do (if (= 0 (random 2))
+                                                (fiber-yield)
+                                                (sb-sys:with-interrupts (fiber-yield)))
+                                            (sb-sys:with-interrupts nil)))))
+        (is-true (wait-until (= (* 2 n) (flag-count entered))))
+        (loop repeat 300
+              do (dolist (thread threads)
+                   (sb-fiber::%interrupt-os-thread (sb-thread:thread-os-tid thread)))
+                 (sb-thread:thread-yield))
+        (raise-flag stop)
+        (raise-flag left)
+        (is (equal (make-list (* 2 n) :initial-element :done) (join-all fibers)))))))
 
 (defun call-in-interruption-storm (n-fibers function &key (group nil) (donep (constantly nil)))
   "Call FUNCTION with 0..N-FIBERS-1 in fibers that are interrupted at random, in threads and by each other,
