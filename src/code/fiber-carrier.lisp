@@ -71,11 +71,14 @@ who do so at a time the second sees both."
       (place-orphans group)
       (ring-manager group))))
 
-(declaim (inline announce-blocking))
 (defun announce-blocking ()
   "This thread is going to block in the kernel, perhaps until some fiber has run."
   (let ((carrier *carrier*))
-    (when carrier (give-scheduler-away (truly-the carrier carrier)))))
+    (when carrier
+      (let ((carrier (truly-the carrier carrier)))
+        (unless (or (in-fiber-p) (carrier-handling carrier))
+          (scheduler-bug "fiber scheduler code waits for a lock"))
+        (give-scheduler-away carrier)))))
 
 (defun idle-as-spare (carrier group)
   "Sleep until there is a scheduler for CARRIER, or a fiber in its inbox."
@@ -87,7 +90,7 @@ who do so at a time the second sees both."
   (loop until (or (carrier-scheduler carrier) (eq (fiber-group-state group) :stopped))
         do (sleep-on-alarm carrier)
            (run-inbox carrier)
-           (run-pending-handlers)))
+           (run-pending-handlers carrier)))
 
 (defun carrier-loop (carrier)
   (let ((group (truly-the fiber-group (carrier-group carrier))))

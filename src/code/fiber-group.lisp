@@ -166,23 +166,27 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
       (misuse *current-thread* "~@<~S cannot wait for the end of ~S, to which it belongs.~:@>"
               *current-thread* group))
     (let ((deadline (and timeout (seconds-from-now timeout))))
-      (when (if abort (abort-until-done group deadline) (wait-until-done group deadline))
+      (when (if abort
+                (abort-until-done (list group) deadline)
+                (wait-until-done group deadline))
         (stop-group group)
         t))))
 
 ;;; Who was about to submit a fiber when the state changed may do so after the fibers have
 ;;; been listed: they are listed again. None is aborted twice, as it may be in a cleanup form.
-(defun abort-until-done (group deadline)
-  (cas (fiber-group-state group) :running :aborting)
+(defun abort-until-done (groups deadline)
+  (dolist (group groups) (cas (fiber-group-state group) :running :aborting))
   (let ((aborted (make-hash-table :test 'eq)))
     (loop
       (dolist (fiber (list-all-fibers))
-        (when (and (eq (fiber-group fiber) group) (not (gethash fiber aborted)))
+        (when (and (memq (fiber-group fiber) groups) (not (gethash fiber aborted)))
           (setf (gethash fiber aborted) t)
           (%interrupt-fiber fiber #'sb-thread:abort-thread)))
-      (let ((soon (seconds-from-now 1/20)))
-        (cond ((wait-until-done group (if deadline (min soon deadline) soon)) (return t))
-              ((deadline-passed-p deadline) (return nil)))))))
+      (let ((group (find-if-not #'fiber-group-done-p groups))
+            (soon (seconds-from-now 1/20)))
+        (cond ((null group) (return t))
+              ((deadline-passed-p deadline) (return nil))
+              (t (wait-until-done group (if deadline (min soon deadline) soon))))))))
 
 (defun stop-group (group)
   "End the carriers of GROUP, of which no fiber is alive."
@@ -209,16 +213,6 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
   (loop (let ((old *groups*))
           (when (eq (cas *groups* old (remove group old)) old) (return)))))
 
-;;; Carriers are ephemeral threads, which SAVE-LISP-AND-DIE expects to be able to stop. It
-;;; cannot know what to do with their fibers.
-(defun prepare-to-save ()
-  "Refuse to save an image with carriers, else forget what holds for this process only."
-  (when *groups*
-    (error "~@<Cannot save a core while fibers have carriers: call FINISH-FIBERS first on~
-            ~{ ~S~^,~}.~:@>" *groups*))
-  (fill *fiber-table* 0)
-  (fill *fd-table* 0))
-
 (declaim (ftype (sfunction (t &key (:carrier-count t)) list) run-fibers))
 (defun run-fibers (fibers &key carrier-count)
   "Run FIBERS, a list of fibers or a fiber, to their end, on CARRIER-COUNT carriers started for them.
@@ -227,7 +221,8 @@ Returns a list of what FIBER-JOIN returns for each as first value. Signals what 
          (group (make-running-group (carrier-count-argument carrier-count) nil)))
     (submit-all group fibers)
     (unwind-protect (mapcar #'fiber-join-first fibers)
-      (finish-fibers group))))
+      ;; EXIT, which unwinds this thread first, ends the fibers afterwards.
+      (unless *exit-in-progress* (finish-fibers group)))))
 
 (defun fiber-join-first (fiber)
   (values (fiber-join fiber)))

@@ -34,64 +34,102 @@ interrupted for it, and makes the backtrace itself."
                (format stream "~S has ended.~%" fiber)))))
   nil)
 
+;;;; whose stack
+
+(defun fiber-on-stack (address)
+  "The fiber on whose control stack ADDRESS is, or NIL."
+  (declare (type word address))
+  (find-if (lambda (fiber)
+             (and (>= address (fiber-control-stack-start fiber))
+                  (< address (fiber-control-stack-end fiber))))
+           (list-all-fibers)))
+
 ;;;; the bindings of a fiber, for others to look at
 
-;;; A suspended fiber's newest entry for a symbol holds its value. The fiber must not be
-;;; mounted meanwhile: it is held back in the phase in which one is that has not yet left
-;;; its stack. One that is runnable, or mounted elsewhere, is asked to do it when it parks.
-(defun call-with-fiber-held (fiber function)
-  "Call FUNCTION while FIBER, which is parked, stays so. Return false if it is not parked."
-  (declare (function function) (dynamic-extent function))
-  (without-interrupts
-    (when (phase-becomes-p fiber +parked+ +parking+)
-      (unwind-protect (funcall function)
-        (finish-parking fiber))
-      t)))
+;;; Where the value of a fiber's binding is depends on what the fiber does just now: while it
+;;; is mounted, in the storage of the OS thread; else in its newest entry for the symbol on its
+;;; binding stack. It may be mounted, left and resumed elsewhere at any time, and so the
+;;; world is stopped to look: this is for debugging, and need not be fast.
 
-(defun find-binding (fiber symbol)
-  "The address of the newest entry for SYMBOL on the binding stack of FIBER, or NIL."
+(defun call-with-stopped-world (function)
+  "Call FUNCTION, which must neither allocate nor wait, while all other threads are stopped."
+  (declare (function function) (dynamic-extent function))
+  (loop until (without-gcing
+                (when (= 1 (alien-funcall (extern-alien "try_acquire_gc_lock" (function int))))
+                  (alien-funcall (extern-alien "gc_stop_the_world" (function void)))
+                  (alien-funcall (extern-alien "release_gc_lock" (function void)))
+                  (funcall function)
+                  (alien-funcall (extern-alien "gc_start_the_world" (function void)))
+                  t))))
+
+(declaim (ftype (sfunction (fiber word) word) find-on-binding-stack))
+(defun find-on-binding-stack (fiber tls-index)
+  "The address of the value in the newest entry for TLS-INDEX of FIBER, which is suspended, or 0."
   (let* ((context (context-of fiber))
          (start (context-word context binding-stack-start))
-         (size (* sb-vm:binding-size sb-vm:n-word-bytes))
-         (tls-index (symbol-tls-index symbol)))
-    (loop for entry of-type word = (context-word context binding-stack-pointer) then (- entry size)
-          until (= entry start)
-          when (= tls-index (sap-ref-32 (int-sap (- entry size))
-                                        (ash sb-vm:binding-symbol-slot sb-vm:word-shift)))
-          return (- entry size))))
+         (entry (context-word context binding-stack-pointer)))
+    (declare (type word start entry))
+    (loop
+      (when (= entry start) (return 0))
+      (decf entry (* sb-vm:binding-size sb-vm:n-word-bytes))
+      (when (= tls-index (sap-ref-32 (int-sap entry)
+                                     (ash sb-vm:binding-symbol-slot sb-vm:word-shift)))
+        (return (+ entry (ash sb-vm:binding-value-slot sb-vm:word-shift)))))))
 
-(defun call-with-binding (fiber symbol function)
-  "The values of FUNCTION, called with the address of the newest binding of SYMBOL in FIBER, or NIL and
-why not."
+(declaim (ftype (sfunction (fiber word) word) find-in-thread))
+(defun find-in-thread (fiber tls-index)
+  "The address of the value at TLS-INDEX in the thread that runs FIBER, or 0 if there is none."
+  (flet ((word-at (address) (sap-ref-word (int-sap address) 0)))
+    (declare (inline word-at))
+    (let ((thread (extern-alien "all_threads" unsigned)))
+      (declare (type word thread))
+      (loop
+        (when (= thread 0) (return 0))
+        (when (= (word-at (+ thread (ash sb-vm::thread-fiber-context-slot sb-vm:word-shift)))
+                 (fiber-context fiber))
+          (let ((address (+ thread tls-index)))
+            (return (if (= (word-at address) sb-vm:no-tls-value-marker) 0 address))))
+        (setf thread (word-at (+ thread (ash sb-vm::thread-next-slot sb-vm:word-shift))))))))
+
+(declaim (ftype (sfunction (fiber word) word) find-binding))
+(defun find-binding (fiber tls-index)
+  "The address of the value of the symbol with TLS-INDEX in FIBER, or 0 if FIBER has not bound it."
+  (if (or (= tls-index 0) (= (fiber-context fiber) 0))
+      0
+      (let ((state (sap-ref-8 (int-sap (context-word (context-of fiber) state-cell)) 0)))
+        (cond ((= state sb-vm::fiber-stack-suspended) (find-on-binding-stack fiber tls-index))
+              ((= state sb-vm::fiber-stack-mounted) (find-in-thread fiber tls-index))
+              (t 0)))))                 ; it has not begun
+
+(defun call-with-binding (symbol fiber function)
+  "Call FUNCTION with the address of the value of SYMBOL in FIBER, and return its values, or NIL and why
+there is none. FUNCTION must neither allocate nor wait."
   (declare (function function) (dynamic-extent function))
   (let ((result nil)
-        (status (if (fiber-alive-p fiber) :no-tls-value :thread-dead)))
-    (call-with-fiber-held
-     fiber
-     (lambda ()
-       (let ((entry (find-binding fiber symbol)))
-         (when entry
-           (setf (values result status) (funcall function (int-sap entry)))))))
+        (status (if (fiber-alive-p fiber) :no-tls-value :thread-dead))
+        (tls-index (symbol-tls-index symbol)))
+    (flet ((look ()
+             (let ((address (find-binding fiber tls-index)))
+               (unless (= address 0)
+                 (setf (values result status) (funcall function (int-sap address)))))))
+      (declare (dynamic-extent #'look))
+      (if (eq fiber *current-thread*)
+          (look)
+          (call-with-stopped-world #'look)))
     (values result status)))
-
-(defconstant binding-value-offset (ash sb-vm:binding-value-slot sb-vm:word-shift))
 
 (defun symbol-value-in-fiber (symbol fiber)
   "What SYMBOL-VALUE-IN-THREAD is made of: the value, and :OK or what is wrong."
-  (if (eq fiber *current-thread*)
-      (if (boundp symbol)
-          (values (symbol-value symbol) :ok)
-          (values nil :unbound-in-thread))
-      (call-with-binding fiber symbol
-        (lambda (entry)
-          (if (= sb-vm:unbound-marker-widetag (sap-ref-8 entry binding-value-offset))
-              (values nil :unbound-in-thread)
-              (values (sap-ref-lispobj entry binding-value-offset) :ok))))))
+  (flet ((value (address)
+           (if (= sb-vm:unbound-marker-widetag (sap-ref-8 address 0))
+               (values nil :unbound-in-thread)
+               (values (sap-ref-lispobj address 0) :ok))))
+    (declare (dynamic-extent #'value))
+    (call-with-binding symbol fiber #'value)))
 
 (defun set-symbol-value-in-fiber (symbol fiber new-value)
-  (if (eq fiber *current-thread*)
-      (values (set symbol new-value) :ok)
-      (call-with-binding fiber symbol
-        (lambda (entry)
-          (setf (sap-ref-lispobj entry binding-value-offset) new-value)
-          (values new-value :ok)))))
+  (flet ((set-value (address)
+           (setf (sap-ref-lispobj address 0) new-value)
+           (values new-value :ok)))
+    (declare (dynamic-extent #'set-value))
+    (call-with-binding symbol fiber #'set-value)))

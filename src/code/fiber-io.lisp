@@ -84,6 +84,15 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
 (defun poll-now (fd direction)
   (plusp (alien-funcall (extern-alien "fiber_poll_now" (function int int int)) fd direction)))
 
+(defun note-native-call (fd direction)
+  "Called before a system call that waits until FD is ready for DIRECTION, where no fiber can park for
+that: the other end may be some fiber of this very carrier."
+  (when (in-fiber-p)
+    (cond ((not (poll-now fd (ecase direction (:input +input+) (:output +output+))))
+           (note-native-wait))
+          ((eq direction :output)
+           (announce-blocking)))))      ; there may be room for a part of it only
+
 ;;;; reading and writing
 
 (macrolet ((def (name c-name)
@@ -166,7 +175,8 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
           (count-or-errno
            (call-by-kind cell +output+
                          (%send-now fd sap n) (%write-now fd sap n) (%plain-write fd sap n)))))
-      (sb-unix:unix-write fd buffer offset n)))
+      (progn (note-native-call fd :output)
+             (sb-unix:unix-write fd buffer offset n))))
 
 ;;;; closing
 
@@ -234,6 +244,7 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
 
 (defun call-with-parking (function fd direction when)
   (declare (function function) (dynamic-extent function))
+  (unless (or (not when) (parkable-fd-p fd)) (note-native-call fd direction))
   (loop
     (let ((result (funcall function)))
       (unless (and (eql result -1)
@@ -290,7 +301,9 @@ errno if it fails."
                       (finish))
                      (t -1))
             (alien-funcall (extern-alien "fiber_set_blocking" (function int int)) fd))
-          (with-local-interrupts (connect))))))
+          (with-local-interrupts
+            (note-native-call fd :output)
+            (connect))))))
 
 (defconstant msg-dontwait #x40)
 

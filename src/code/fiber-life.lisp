@@ -36,7 +36,7 @@ FIBER-FAILED-CAUSE is that error."))
       (format stream "~@[~S ~]~(~A~)~@[ on ~A~]" (fiber-%name fiber) state
               (typecase reason
                 (null nil)
-                (fd-cell (format nil "descriptor ~D" (fd-cell-fd reason)))
+                ((cons (eql :descriptor)) (format nil "descriptor ~D" (second reason)))
                 (t reason)))
       (when (eq state :finished)
         (print-values (fiber-result fiber) stream)))))
@@ -96,12 +96,19 @@ to which they are bound in the fiber."
 (declaim (ftype (sfunction (fiber) (values symbol t)) fiber-state))
 (defun fiber-state (fiber)
   "The state of FIBER: :NEW, :RUNNABLE, :RUNNING, :PARKED, :FINISHED, or :ABORTED, and
-as second value what it waits for if it is parked. It may have changed when this returns."
+as second value what it waits for if it is parked: a mutex, (:DESCRIPTOR number), :SLEEP, :WORD for
+what else threads wait for, or the REASON of FIBER-PARK. It may have changed when this returns."
   (let ((phase (fiber-phase-only fiber)))
     (cond ((= phase +new+) (values :new nil))
           ((= phase +dead+) (values (if (listp (fiber-result fiber)) :finished :aborted) nil))
           ((= phase +active+) (values (if (fiber-carrier fiber) :running :runnable) nil))
-          (t (values :parked (fiber-wait-reason fiber))))))
+          (t (values :parked (what-it-waits-for fiber))))))
+
+(defun what-it-waits-for (fiber)
+  (let ((reason (fiber-wait-reason fiber)))
+    (if (fd-cell-p reason)
+        (list :descriptor (fd-cell-fd reason))
+        reason)))
 
 (declaim (ftype (sfunction (fiber) boolean) fiber-alive-p))
 (defun fiber-alive-p (fiber)
@@ -172,16 +179,7 @@ that runs no fiber this is PROGN."
                      (sb-c::inspect-unwinding
                       (call-with-initial-bindings fiber)
                       #'sb-di::catch-runaway-unwind)))))))))
-  (when *exit-in-progress* (exit-from-thread)))
-
-;;; EXIT has unwound the fiber that called it. What comes next is for a thread: it waits
-;;; for the others, and ends the process in the main one.
-(defun exit-from-thread ()
-  (let ((code (shiftf *exit-in-progress* nil))
-        (timeout *exit-timeout*))
-    (when (sb-thread:holding-mutex-p sb-impl::*exit-lock*)
-      (sb-thread:release-mutex sb-impl::*exit-lock*))
-    (sb-thread:make-thread (lambda () (exit :code code :timeout timeout)) :name "exit")))
+  (when *exit-in-progress* (exit-by-thread)))
 
 (defun call-with-initial-bindings (fiber)
   (let ((function (the function (shiftf (fiber-function fiber) nil)))
@@ -196,6 +194,7 @@ that runs no fiber this is PROGN."
 ;;; comes after is between the carrier and the stack.
 (defun end-fiber (fiber)
   (let ((group (truly-the fiber-group (fiber-group fiber))))
+    (leave-session fiber)
     (declare-dead fiber)
     (leave-group group)
     (leave :end)
@@ -232,23 +231,6 @@ that runs no fiber this is PROGN."
                      (fiber-stack-lost-fiber condition))))
   (:documentation "What FIBER-FAILED-CAUSE returns for a fiber that exhausted a stack while it handled
 the exhaustion."))
-
-;;; Called instead of ending the process, where the debugger is disabled.
-(defun fail-with (condition)
-  "End the running fiber because of CONDITION, which nothing has handled."
-  (let ((fiber (truly-the fiber *current-thread*)))
-    (report-failure fiber condition)
-    (setf (fiber-failure fiber) condition)
-    (throw 'sb-thread::%abort-thread nil)))
-
-(defun report-failure (fiber condition)
-  (ignore-errors
-    (with-standard-io-syntax
-      (let ((*print-readably* nil))
-        (format *error-output* "~&~@<Unhandled ~S in ~S, which ends: ~2I~_~A~:>~2%"
-                (type-of condition) fiber condition)
-        (sb-debug:print-backtrace :stream *error-output* :count 100 :emergency-best-effort t)
-        (finish-output *error-output*)))))
 
 ;;;; submitting and joining
 

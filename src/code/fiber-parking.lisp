@@ -181,15 +181,33 @@ is :WANTED, else NIL, as the last."
   "What happens when a fiber blocks its carrier in the kernel because it must not leave it:
 NIL for nothing, :WARN for a warning, :ERROR for an error.")
 
+;;; True while the warning is being printed, which may have to wait for the stream.
+(defvar *noting-pinned-blocking* nil)
+
 (defun note-pinned-blocking ()
+  "Do what *PINNED-BLOCKING-ACTION* says."
   ;; Nothing can be signalled where the collector is held off.
-  (unless (or (null *pinned-blocking-action*) *gc-inhibit*)
-    (let ((control "~@<~S blocks its carrier, which it must not leave here.~:@>"))
+  (unless (or (null *pinned-blocking-action*) *gc-inhibit* *noting-pinned-blocking*)
+    (let ((control "~@<~S blocks its carrier, which it must not leave here.~:@>")
+          (*noting-pinned-blocking* t))
       (if (eq *pinned-blocking-action* :error)
           (error 'sb-thread::simple-thread-error
                  :thread *current-thread*
                  :format-control control :format-arguments (list *current-thread*))
           (warn control *current-thread*)))))
+
+(defun note-native-wait ()
+  "The running fiber is going to wait in the kernel, as it must not leave its carrier."
+  (note-pinned-blocking)
+  (announce-blocking))
+
+(declaim (ftype (sfunction (&optional t) boolean) park-or-announce))
+(defun park-or-announce (&optional (waits t))
+  "Called before a system call that waits if WAITS. True if a fiber is running and can park instead; if
+it must not leave its carrier, give the carrier's work to another."
+  (cond ((can-park-p) t)
+        (t (when (and waits (in-fiber-p)) (note-native-wait))
+           nil)))
 
 (defun timeout-to-deadline (to-sec to-usec)
   (declare (type (or null fixnum) to-sec) (type (or null word) to-usec))

@@ -20,7 +20,8 @@ it can park and must be resumed on this OS thread, :NATIVE it must not leave its
  - GC is inhibited: the collector would find a suspended stack that must not be seen;
  - code pages are pinned, or an arena is in use: that is the OS thread's state;
  - the allocator's mutex is held: its other users wait natively, with GC inhibited.
-In a signal handler and in a foreign callback there are addresses of the OS thread on the stack."
+In a signal handler and in a foreign callback there are addresses of the OS thread on the stack.
+WITHOUT-INTERRUPTS is no zone: it is a binding, which goes with the fiber, and holds off interruptions."
   (cond ((or *gc-inhibit*
              (not (eql *gc-pin-code-pages* 0))
              (/= 0 (sap-int (sb-vm::current-thread-offset-sap sb-vm::thread-arena-slot)))

@@ -36,6 +36,8 @@
 ;;;;   fiber-io       what stands in for the system calls that wait
 ;;;;   fiber-life     a fiber from its making to its end, as users see it
 ;;;;   fiber-group    groups of carriers, as users see them
+;;;;   fiber-debug    errors that nothing handles, the foreground, Ctrl-C
+;;;;   fiber-exit     the end of the process, and others made from it: EXIT, fork, saving
 ;;;;   fiber-inspect  looking into a fiber from outside
 ;;;;   fiber-alarm    timers of fibers
 ;;;; The switch itself is assembly/x86-64/fiber.
@@ -90,7 +92,8 @@
 ;;;;
 ;;;; Scheduler code runs with interrupts off, on the stack of whoever leaves or of the carrier. It
 ;;;; takes no mutex, calls no generic function, signals nothing and makes no thread: a parked
-;;;; fiber of this very carrier may hold any lock.
+;;;; fiber of this very carrier may hold any lock. What breaks this rule and has to wait ends the
+;;;; process, see SCHEDULER-BUG. The handlers of RUN-PENDING-HANDLERS are no scheduler code.
 ;;;;
 ;;;; Fairness. A scheduler serves its queue in order; after at most T = +TURNS-PER-POLL+ fibers it
 ;;;; looks at its deadlines, its poller and the injector. All that it finds is queued behind what
@@ -151,6 +154,8 @@
   (inbox nil)
   ;; What a spare sleeps on: 1 when there may be something for it.
   (alarm 0 :type word)
+  ;; True while it runs handlers on its own stack, which may wait.
+  (handling nil :type boolean)
   ;; What is left of the mounted fiber's +TURN+.
   (budget 0 :type fixnum)
   ;; Who was left by the last switch on this carrier, and what is to become of it.
@@ -376,6 +381,15 @@ for interruptions next has been seen to be mounted by those who have queued none
     (prepare-stack fiber))
   (%switch-context from (context-of fiber)))
 
+;;; Where nothing can be signalled.
+(defmacro scheduler-bug (message)
+  `(with-pinned-objects (,(coerce message 'simple-base-string))
+     (%scheduler-bug (vector-sap ,(coerce message 'simple-base-string)))))
+
+(defun %scheduler-bug (message)
+  "End the process, or enter the runtime's monitor."
+  (alien-funcall (extern-alien "lose" (function void system-area-pointer)) message))
+
 (declaim (inline live-signal-context-p))
 (defun live-signal-context-p ()
   (/= *free-interrupt-context-index* 0))
@@ -430,9 +444,9 @@ what the fiber waits for, for those who look at it from outside. With interrupts
     (setf (fiber-wait-reason fiber) reason)
     (prepare-zone fiber)
     (when deadline (enter-deadline fiber deadline))
-    (if (phase-becomes-p fiber +active+ +parking+)
-        (leave :park)
-        (take-permit fiber))
+    (cond ((phase-becomes-p fiber +active+ +parking+) (leave :park))
+          ((take-permit fiber))
+          (t (scheduler-bug "fiber scheduler code parks the fiber that is leaving")))
     (when deadline (heap-remove fiber))
     (setf (fiber-wait-reason fiber) nil)))
 
@@ -619,12 +633,16 @@ their processors from those who work."
 ;;; Handlers that were deferred while the scheduler ran, and what others want this OS thread
 ;;; to call. They run on the carrier's own stack, where a wait for a lock is a native one that
 ;;; is announced.
-(defun run-pending-handlers ()
+(defun run-pending-handlers (carrier)
   (when (or *interrupt-pending* (sb-thread::thread-interruptions *current-thread*))
-    (unless (eq :done (catch 'sb-thread::%abort-thread (receive-signals) :done))
-      ;; Fibers that are pinned to this carrier could never run again.
-      (warn "~@<~S runs fibers and is not ended by this; FINISH-FIBERS ends it.~:@>"
-            *current-thread*))))
+    (setf (carrier-handling carrier) t)
+    (catch 'sb-impl::%end-of-the-world
+      (unless (eq :done (catch 'sb-thread::%abort-thread (receive-signals) :done))
+        ;; Fibers that are pinned to this carrier could never run again.
+        (warn "~@<~S runs fibers and is not ended by this; FINISH-FIBERS ends it.~:@>"
+              *current-thread*)))
+    (when *exit-in-progress* (exit-by-thread)) ; SIGTERM, for instance
+    (setf (carrier-handling carrier) nil)))
 
 (defun receive-signals ()
   (let ((*interrupts-enabled* t))
@@ -642,4 +660,4 @@ their processors from those who work."
         (cond (fiber (run-on-carrier carrier fiber))
               ((eq (fiber-group-state (carrier-group carrier)) :stopped) (return))
               (t (sleep-in-poller carrier scheduler)))))
-    (run-pending-handlers)))
+    (run-pending-handlers carrier)))

@@ -200,6 +200,135 @@
                            (sleep 1/10)
                            (sb-ext:exit :code 3))))))
 
+;;; A cleanup form that parks, and says that it has run to its end.
+(defparameter *cleanup*
+  '(defmacro cleanup (name &body body)
+    `(unwind-protect (progn ,@body)
+       (fiber-yield)
+       (sleep 1/100)
+       (sb-thread:with-mutex (*output*)
+         (format t "<~A>" ,name)
+         (finish-output)))))
+
+(defun exit-with-cleanups (&rest forms)
+  "Exit code of a child that executes FORMS, and a sorted list of the names of the cleanup forms that have run."
+  (multiple-value-bind (code output)
+      (call-in-child (list* "--eval" *child-package*
+                            "--eval" (printed '(defvar *output* (sb-thread:make-mutex)))
+                            "--eval" (printed *cleanup*)
+                            (loop for form in forms collect "--eval" collect (printed form)))
+                     :wrapper '("timeout" "40"))
+    (list code
+          (sort (loop for start = (position #\< output) then (position #\< output :start end)
+                      for end = (and start (position #\> output :start start))
+                      while end collect (subseq output (1+ start) end))
+                #'string<)
+          (if (search "Unhandled" output) output :quiet))))
+
+(defparameter *fibers-to-unwind*
+  '(defvar *group* (start-fibers (list (make-fiber (lambda () (cleanup "sleep" (sleep 3600))))
+                                       (make-fiber (lambda () (cleanup "park" (fiber-park))))
+                                       (make-fiber (lambda () (cleanup "yield" (loop (fiber-yield)))))
+                                       (make-fiber (lambda ()
+                                                     (cleanup "pinned" (with-fiber-pinned (sleep 3600)))))
+                                       (make-fiber (lambda ()
+                                                     (cleanup "thread"
+                                                              (unwind-protect (sleep 3600)
+                                                                (sb-thread:join-thread
+                                                                 (sb-thread:make-thread #'list))))))
+                                       (make-fiber (lambda () (cleanup "later" (sleep 3600)))))
+                                 :carrier-count 2)))
+
+(defparameter *unwound* '("later" "park" "pinned" "sleep" "thread" "yield"))
+
+;;; Prevents: cleanup forms that do not run, a wrong code, an EXIT that waits for ever.
+(test exit-unwinds-fibers
+  (flet ((exits-with (&rest forms)
+           (apply #'exit-with-cleanups *fibers-to-unwind* '(sleep 1/10) forms)))
+    ;; from the main thread, another one, and a fiber
+    (is (equal (list 3 *unwound* :quiet) (exits-with '(sb-ext:exit :code 3))))
+    (is (equal (list 4 *unwound* :quiet)
+               (exits-with '(sb-thread:join-thread
+                             (sb-thread:make-thread (lambda () (sb-ext:exit :code 4)))))))
+    (is (equal (list 5 (cons "caller" *unwound*) :quiet)
+               (exits-with '(fiber-join (submit-fiber *group*
+                                         (make-fiber (lambda () (cleanup "caller" (sb-ext:exit :code 5)))))))))
+    ;; :ABORT unwinds nobody
+    (is (equal (list 6 '() :quiet) (exits-with '(sb-ext:exit :code 6 :abort t))))
+    (is (equal (list 7 '() :quiet)
+               (exits-with '(fiber-join (submit-fiber *group*
+                                         (make-fiber (lambda ()
+                                                       (cleanup "caller" (sb-ext:exit :code 7 :abort t)))))))))
+    ;; nor does this
+    (is (equal (list 8 '() :quiet)
+               (exits-with '(setf sb-impl::*forcibly-terminate-threads-on-exit* nil)
+                           '(sb-ext:exit :code 8))))))
+
+;;; The main thread is in RUN-FIBERS, as in most scripts.
+(test exit-in-run-fibers
+  (is (equal '(9 ("other" "self") :quiet)
+             (exit-with-cleanups
+              '(run-fibers (list (make-fiber (lambda () (cleanup "other" (sleep 3600))))
+                                 (make-fiber (lambda () (sleep 1/10) (cleanup "self" (sb-ext:exit :code 9)))))
+                :carrier-count 1)))))
+
+;;; What handles SIGTERM calls EXIT in whatever thread the kernel chose. Prevents: a carrier that ends, and a
+;;; process that goes on without it.
+(test exit-in-handlers
+  (is (equal (list 0 *unwound* :quiet)
+             (exit-with-cleanups *fibers-to-unwind*
+                                 '(sleep 1/10)
+                                 '(sb-unix:unix-kill (sb-unix:unix-getpid) sb-unix:sigterm)
+                                 '(sleep 30))))
+  (is (equal (list 13 *unwound* :quiet)
+             (exit-with-cleanups *fibers-to-unwind*
+                                 '(sleep 1/10)
+                                 '(sb-thread:interrupt-thread
+                                   (fiber-join (submit-fiber *group*
+                                                (make-fiber (lambda ()
+                                                              (sb-fiber::carrier-thread sb-fiber::*carrier*)))))
+                                   (lambda () (sb-ext:exit :code 13)))
+                                 '(sleep 30)))))
+
+;;; Prevents: a second caller who goes on, or whose code wins.
+(test several-fibers-exit
+  (destructuring-bind (code cleanups quiet)
+      (exit-with-cleanups '(run-fibers (loop for i below 20
+                                             collect (let ((i i))
+                                                       (make-fiber (lambda ()
+                                                                     (sleep 1/100)
+                                                                     (cleanup (code-char (+ i 65))
+                                                                              (sb-ext:exit :code (+ 10 i)))))))
+                            :carrier-count 4))
+    (is (<= 10 code 29))
+    (is (= 20 (length cleanups)) "~S" cleanups)
+    (is (eq :quiet quiet) "~A" quiet)))
+
+;;; Who does not end within :TIMEOUT is left behind.
+(test exit-timeout
+  (is (equal '(11 ("well-behaved") :quiet)
+             (exit-with-cleanups
+              '(start-fibers (list (make-fiber (lambda ()
+                                                 (cleanup "stubborn" (sb-sys:without-interrupts (sleep 3600)))))
+                                   (make-fiber (lambda () (cleanup "well-behaved" (sleep 3600)))))
+                :carrier-count 1)
+              '(sleep 1/10)
+              '(sb-ext:exit :code 11 :timeout 1)))))
+
+(test errors-during-exit
+  (destructuring-bind (code cleanups text)
+      (exit-with-cleanups
+       '(start-fibers (list (make-fiber (lambda () (cleanup "failing" (unwind-protect (sleep 3600) (error "oops")))))
+                            (make-fiber (lambda () (cleanup "other" (sleep 3600)))))
+         :carrier-count 1)
+       '(sleep 1/10)
+       '(sb-ext:enable-debugger)        ; which is not entered
+       '(sb-ext:exit :code 12))
+    (is (= 12 code))
+    (is (equal '("failing" "other") (remove-if-not (lambda (name) (member name '("failing" "other") :test #'equal))
+                                                   cleanups)))
+    (is (search "oops" (string text)))))
+
 ;;;; Bad arguments
 
 (test bad-arguments-of-make-fiber

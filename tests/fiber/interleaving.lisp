@@ -256,31 +256,6 @@ was put."
   (with-changes (("PARK" "(heap-remove fiber)" "nil"))
     (fails *waker-and-deadline*)))
 
-;;; Somebody looks into the stack of a fiber, which must not run meanwhile.
-(defparameter *hold*
-  (history ((fiber (make-test-fiber)))
-      (("fiber" (in-test-fiber (fiber)
-                  (loop until (= 1 (read-word 0))
-                        do (steps::park nil nil))))
-       ("waker" (write-word 0 1) (steps::unpark fiber))
-       ("holder" (steps::call-with-fiber-held
-                  fiber
-                  (lambda ()
-                    (loop repeat 2
-                          do (perform :read fiber 'stack
-                                      (lambda ()
-                                        (unless (eq (stack-state fiber) :suspended)
-                                          (fail-history "The fiber is not held."))))))))) 
-    (phase-problem fiber)))
-
-(test who-is-held-does-not-run
-  (holds *hold* :store-buffers t))
-
-(test bug-holding-is-forgotten-by-finish-parking
-  (with-changes (("CALL-WITH-FIBER-HELD" "(finish-parking fiber)"
-                                         "(setf (fiber-phase fiber) +parked+)"))
-    (fails *hold*)))
-
 ;;;; interruptions
 
 ;;; A fiber is left and mounted again, in place of one that is given to AFTER-SWITCH, looks for
@@ -956,7 +931,7 @@ was put."
                                      (eq (fiber-group-state group) :stopped))
                            do (sleep-on-alarm carrier)
                               (run-inbox carrier)
-                              (run-pending-handlers))"
+                              (run-pending-handlers carrier))"
                     "(loop until (or (carrier-scheduler carrier)
                                      (eq (fiber-group-state group) :stopped))
                            do (run-inbox carrier)

@@ -255,7 +255,7 @@
            (perform-when-needed :locked eventfds i (lambda () (setf (svref eventfds i) 0))
                                 (lambda () (plusp (svref eventfds i))))))))
 
-(defun steps::run-pending-handlers ())
+(defun steps::run-pending-handlers (carrier) (declare (ignore carrier)))
 
 (defun steps::carrier-alarm-address (carrier)
   (list 'steps::carrier-alarm carrier))

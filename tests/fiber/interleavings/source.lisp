@@ -68,7 +68,7 @@
     "WAIT-IN-BUCKET" "WAIT-NATIVELY"
     "WAKE-FIBER" "WAKE-FIBERS" "WAKE-NATIVES" "NEXT-TURN" "WAKE-IN-TURN" "WAKE-ON-WORD"
     "TAKE-MUTEX-OR-MARK" "CONTEND-FOR-MUTEX" "GRANT-CLAIM" "HAND-OVER"
-    "CALL-WITH-FIBER-HELD" "NEED-SPARE-P" "RUN-MANAGER")
+    "NEED-SPARE-P" "RUN-MANAGER")
   "Names of the functions and macros that are read, each macro before its users.")
 
 (defparameter *stubs*

@@ -1,0 +1,66 @@
+;;;; the end of the process, and processes made from it
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; EXIT unwinds who calls it, calls the exit hooks, ends the other threads, each of which
+;;; it gives the chance to unwind, and ends the process in the main thread. With fibers:
+;;;  - a fiber that calls it is unwound, and leaves the rest to a thread that is made for it, as
+;;;    does a handler on a carrier's own stack;
+;;;  - the fibers of all groups are ended before the other threads, while threads can still
+;;;    be made, and spare carriers with them; the time-out is for fibers and threads together;
+;;;  - who joins a fiber that was ended so is no error to report;
+;;;  - carriers are never unwound, and end with the process.
+
+(defun exit-by-thread ()
+  "Go on with the EXIT that has unwound the running fiber, or handler."
+  (let ((code (shiftf *exit-in-progress* nil))
+        (timeout *exit-timeout*))
+    ;; The fiber will be dead before that thread runs, and who joins it told so.
+    (set-symbol-global-value '*invoke-debugger-hook* #'end-quietly)
+    ;; *EXIT-LOCK* stays locked, as always: whoever else calls EXIT comes too late.
+    (sb-thread:make-thread (lambda ()
+                             (setf *exit-in-progress* code
+                                   *exit-timeout* timeout)
+                             (throw 'sb-impl::%end-of-the-world t))
+                           :name "exit")))
+
+(defun end-all-fibers ()
+  "Called by EXIT in a thread, to end all fibers. Takes the time for that off *EXIT-TIMEOUT*."
+  (when *groups*
+    (set-symbol-global-value '*invoke-debugger-hook* #'end-quietly)
+    (let ((deadline (and *exit-timeout* (seconds-from-now *exit-timeout*))))
+      (abort-until-done *groups* deadline)
+      (when deadline (setf *exit-timeout* (seconds-until deadline))))))
+
+(defun end-quietly (condition hook)
+  "What stands in for the debugger while fibers and threads are ended."
+  (unless (follows-from-exit-p condition)
+    (sb-debug::debugger-disabled-hook condition hook :quit nil))
+  (sb-thread:abort-thread :allow-exit t))
+
+(defun follows-from-exit-p (condition)
+  (and (typep condition 'sb-thread:join-thread-error)
+       (fiber-p (sb-thread:thread-error-thread condition))))
+
+;;; The child would have the fibers, and no carriers. So would an image; carriers are
+;;; ephemeral threads, which SAVE-LISP-AND-DIE expects to be able to stop, but it cannot know what to
+;;; do with their fibers.
+(defun check-no-carriers (what)
+  (when *groups*
+    (error "~@<Cannot ~A while fibers have carriers: call FINISH-FIBERS first on~{ ~S~^,~}.~:@>"
+           what *groups*)))
+
+(defun prepare-to-save ()
+  "Refuse to save an image with carriers, else forget what holds for this process only."
+  (check-no-carriers "save a core")
+  (fill *fiber-table* 0)
+  (fill *fd-table* 0))
