@@ -62,5 +62,6 @@
 (defun prepare-to-save ()
   "Refuse to save an image with carriers, else forget what holds for this process only."
   (check-no-carriers "save a core")
+  (stop-pool)
   (fill *fiber-table* 0)
   (fill *fd-table* 0))

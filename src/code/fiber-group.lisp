@@ -202,7 +202,8 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
       (sb-thread:join-thread thread :default nil))
     (loop for scheduler across (fiber-group-schedulers group)
           do (free-poller (scheduler-poller scheduler) #'any-poller))
-    (forget-group group)))
+    (forget-group group)
+    (unless *groups* (dismiss-idle-threads))))
 
 (defun stop-state (group)
   "Let the state of GROUP be :STOPPED. Return false if somebody else has done it."

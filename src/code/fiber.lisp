@@ -40,6 +40,8 @@
 ;;;;   fiber-exit     the end of the process, and others made from it: EXIT, fork, saving
 ;;;;   fiber-inspect  looking into a fiber from outside
 ;;;;   fiber-alarm    timers of fibers
+;;;;   fiber-pool     threads that make the calls which cannot park
+;;;;   fiber-process  waiting for child processes
 ;;;; The switch itself is assembly/x86-64/fiber.
 ;;;;
 ;;;; The phases of a fiber, in its slot PHASE, moved by compare-and-swap:

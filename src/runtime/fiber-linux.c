@@ -66,6 +66,22 @@ int fiber_poller_add_wakeup(int epoll, uint64_t data)
     return fd;
 }
 
+/* A descriptor that fiber_poller_wake() makes readable until it is read. */
+int fiber_event_open()
+{
+    return eventfd(0, EFD_CLOEXEC|EFD_NONBLOCK);
+}
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+
+/* A descriptor that is readable once the child PID has ended, or -1: before Linux 5.3. */
+int fiber_process_open(int pid)
+{
+    return syscall(SYS_pidfd_open, pid, 0);
+}
+
 void fiber_poller_wake(int wakeup)
 {
     uint64_t one = 1;

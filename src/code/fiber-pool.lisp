@@ -1,0 +1,242 @@
+;;;; calls that block and cannot park: a pool of threads makes them
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; The kernel cannot be asked to look up a name, to open a file or to run foreign code without
+;;; waiting. CALL-BLOCKING hands such a call to a thread of the pool, and parks the fiber
+;;; until it has an outcome. All groups share one pool. It starts a thread when there are more calls than idle
+;;; threads, up to *BLOCKING-THREAD-LIMIT*; a thread that has been idle for +IDLE-SECONDS+ ends.
+;;;
+;;; What is true when nobody holds the lock of the pool:
+;;;  - the semaphore counts the entries of the queue, which are calls, and NIL for each thread that is
+;;;    asked to end; they are served in order;
+;;;  - IDLE threads will take an entry before they do anything else;
+;;;  - there are not more entries than idle threads, unless THREADS is as long as the limit.
+;;; The last is restored by STAFF-POOL, after whatever adds an entry or ends a thread. So no call is
+;;; left behind, whichever threads end.
+;;;
+;;;     state of a call             move by
+;;;     :QUEUED  -> :RUNNING        the thread that takes it
+;;;     :QUEUED  -> :ABANDONED      the fiber, as it is unwound; the entry stays, and is skipped
+;;;     :RUNNING -> :ENDED          the thread; the outcome is the fiber's
+;;;     :RUNNING -> :ABANDONED      the fiber, which then interrupts the thread; nobody wants the outcome
+;;;
+;;; A thread whose call was abandoned stays in the pool, and counts, until the call has been
+;;; unwound or has returned: there are never more threads than the limit.
+
+(defconstant +idle-seconds+ 5)
+
+(declaim (type (integer 1 10000) *blocking-thread-limit*))
+(define-load-time-global *blocking-thread-limit* 64
+  "The most threads that make calls for CALL-BLOCKING at a time. More calls wait for one of them.")
+
+(defstruct (blocking-call (:constructor make-blocking-call (function))
+                          (:copier nil))
+  (function nil :type (or null function))
+  (state :queued :type symbol)
+  (thread nil)
+  ;; How it ended: :RETURNED, RESULT being a list of values; :FAILED, RESULT being a condition;
+  ;; or :UNWOUND
+  (outcome :unwound :type symbol)
+  (result nil)
+  ;; 1 when it is :ENDED
+  (ended 0 :type word))
+(declaim (freeze-type blocking-call))
+
+(define-structure-slot-addressor blocking-call-ended-address :structure blocking-call :slot ended)
+
+(defstruct (blocking-pool (:constructor make-blocking-pool ())
+                          (:copier nil))
+  (lock (sb-thread:make-mutex :name "pool of blocking calls") :read-only t)
+  (entries (sb-thread:make-semaphore :name "blocking calls") :read-only t)
+  (first '() :type list)
+  (last '() :type list)
+  ;; Entries in the queue. Who has passed the semaphore has not taken his yet.
+  (waiting 0 :type index)
+  (idle 0 :type index)
+  (threads '() :type list))
+(declaim (freeze-type blocking-pool))
+
+(define-load-time-global *blocking-pool* (make-blocking-pool))
+(declaim (type blocking-pool *blocking-pool*))
+
+;;; The call that the thread makes; an interruption that comes late finds another, or NIL.
+(defvar *blocking-call* nil)
+
+(defmacro with-pool-lock ((pool) &body body)
+  `(sb-thread::with-system-mutex ((blocking-pool-lock ,pool)) ,@body))
+
+;;;; the queue; all of this with the lock held
+
+(defun add-entry (pool entry)
+  (let ((cell (list entry)))
+    (if (blocking-pool-first pool)
+        (setf (cdr (blocking-pool-last pool)) cell)
+        (setf (blocking-pool-first pool) cell))
+    (setf (blocking-pool-last pool) cell)
+    (incf (blocking-pool-waiting pool))
+    (sb-thread:signal-semaphore (blocking-pool-entries pool))))
+
+(defun take-entry (pool)
+  (decf (blocking-pool-waiting pool))
+  (pop (blocking-pool-first pool)))
+
+(defun staff-pool (pool)
+  "Start a thread if there are more entries than idle threads and the limit allows it."
+  (when (and (> (blocking-pool-waiting pool) (blocking-pool-idle pool))
+             (< (length (blocking-pool-threads pool)) *blocking-thread-limit*))
+    (push (make-carrier-thread "fiber blocking call" #'run-pool-thread pool)
+          (blocking-pool-threads pool))
+    (incf (blocking-pool-idle pool))))
+
+(defun leave-pool (pool)
+  (setf (blocking-pool-threads pool) (delete *current-thread* (blocking-pool-threads pool)))
+  (unless *exit-in-progress* (staff-pool pool)))
+
+;;;; the threads
+
+(defun next-call (pool)
+  "Take the next call, or return NIL, having left POOL, if the thread is to end."
+  (let ((found (sb-thread:wait-on-semaphore (blocking-pool-entries pool) :timeout +idle-seconds+)))
+    (with-pool-lock (pool)
+      (decf (blocking-pool-idle pool))
+      (or (and (or found
+                   ;; Who added an entry meanwhile counts on this thread.
+                   (sb-thread:try-semaphore (blocking-pool-entries pool)))
+               (take-entry pool))
+          (progn (leave-pool pool) nil)))))
+
+;;; Interrupts are enabled in the calls only: nothing can unwind the thread in between.
+(defun run-pool-thread (pool)
+  (without-interrupts
+    (loop
+      (let ((call (next-call pool))
+            (whole nil))
+        (unless call (return))
+        (unwind-protect (progn (allow-with-interrupts (make-call call))
+                               (setf whole t))
+          (with-pool-lock (pool)
+            (if whole
+                (incf (blocking-pool-idle pool))
+                (leave-pool pool))))))))
+
+(defun make-call (call)
+  "Make CALL, unless it was abandoned. Returns whatever becomes of it, but if the process exits."
+  (declare (blocking-call call))
+  (setf (blocking-call-thread call) *current-thread*)
+  (when (eq (cas (blocking-call-state call) :queued :running) :queued)
+    (unwind-protect
+         (catch 'abandoned
+           (catch 'sb-thread::%abort-thread
+             (catch 'sb-thread::%return-from-thread
+               (let ((*blocking-call* call))
+                 (call-for-fiber call)))))
+      (end-call call))))
+
+(defun call-for-fiber (call)
+  ;; The debugger is what remains if no handler wants a condition that ERROR signals.
+  (let ((*invoke-debugger-hook* (lambda (condition hook)
+                                  (declare (ignore hook))
+                                  (setf (blocking-call-result call) condition
+                                        (blocking-call-outcome call) :failed)
+                                  (return-from call-for-fiber nil))))
+    (let ((values (multiple-value-list
+                   (with-interrupts (funcall (the function (blocking-call-function call)))))))
+      (setf (blocking-call-result call) values
+            (blocking-call-outcome call) :returned))))
+
+(defun end-call (call)
+  (setf (blocking-call-function call) nil) ; which could keep much from being collected
+  (when (eq (cas (blocking-call-state call) :running :ended) :running)
+    (with-pinned-objects (call)
+      (setf (blocking-call-ended call) 1)
+      (wake-on-word (blocking-call-ended-address call) 1))))
+
+;;;; the fiber's side
+
+(declaim (ftype (sfunction ((or symbol function)) *) call-blocking))
+(defun call-blocking (function)
+  "Call FUNCTION, without arguments, in a thread that may block, and return its values; the fiber is
+parked meanwhile. FUNCTION sees the global values of special variables. An error that it does not handle is
+signalled in the fiber, and a SB-THREAD:THREAD-ERROR if it unwinds the thread. If the
+fiber is unwound while it waits, FUNCTION is unwound as well, as soon as its thread can be
+interrupted; the fiber does not wait for that. In a thread, and where the fiber must not leave
+its carrier, FUNCTION is just called."
+  (let ((function (coerce function 'function)))
+    (if (can-park-p)
+        (let ((call (make-blocking-call function)))
+          (unwind-protect (wait-for-call call)
+            (abandon-call call))
+          (call-outcome call))
+        (funcall function))))
+
+;;; A library of C that is unwound may leave its locks taken behind it.
+(defun call-uninterrupted (function argument)
+  "As CALL-BLOCKING, but if the fiber is unwound, FUNCTION, called with ARGUMENT, is left alone until it returns."
+  (declare (function function))
+  (call-blocking (lambda () (without-interrupts (funcall function argument)))))
+
+(defun queue-call (call)
+  (let ((pool *blocking-pool*))
+    (with-pool-lock (pool)
+      (add-entry pool call)
+      (staff-pool pool))))
+
+(defun call-in-pool (function)
+  "Let a thread of the pool call FUNCTION, in which nobody is interested."
+  (queue-call (make-blocking-call function)))
+
+(defun wait-for-call (call)
+  (queue-call call)
+  (with-pinned-objects (call)
+    (wait-while-equal call (blocking-call-ended-address call) 0 nil)))
+
+(defun abandon-call (call)
+  "Nobody waits for CALL any more, if it has not ended."
+  (unless (or (eq (blocking-call-state call) :ended)
+              (eq (cas (blocking-call-state call) :queued :abandoned) :queued))
+    (when (eq (cas (blocking-call-state call) :running :abandoned) :running)
+      (sb-thread::%interrupt-thread
+       (blocking-call-thread call)
+       (lambda () (when (eq *blocking-call* call) (throw 'abandoned nil)))))))
+
+(defun call-outcome (call)
+  (let ((result (blocking-call-result call)))
+    (ecase (blocking-call-outcome call)
+      (:returned (values-list result))
+      (:failed (error result))
+      (:unwound
+       (error 'sb-thread::simple-thread-error
+              :thread (blocking-call-thread call)
+              :format-control "~@<The function given to CALL-BLOCKING did not return, but unwound ~
+                               its thread, ~S.~:@>"
+              :format-arguments (list (blocking-call-thread call)))))))
+
+;;;; stopping
+
+(defun dismiss-idle-threads ()
+  "Ask the threads that have nothing to do to end."
+  (let ((pool *blocking-pool*))
+    (with-pool-lock (pool)
+      (loop repeat (- (blocking-pool-idle pool)
+                      (blocking-pool-waiting pool))
+            do (add-entry pool nil)))))
+
+(defun stop-pool ()
+  "End the threads of the pool before an image is saved; the next call starts others. No fiber is alive,
+so that all calls there are have been abandoned."
+  (dismiss-idle-threads)
+  (dolist (thread (blocking-pool-threads *blocking-pool*))
+    (when (eq :timeout (nth-value 1 (sb-thread:join-thread thread :default nil :timeout 10)))
+      (error "~@<Cannot save a core while a call goes on that a fiber made by CALL-BLOCKING, and then ~
+              abandoned: ~S.~:@>" thread)))
+  (setf *blocking-pool* (make-blocking-pool)))

@@ -1,0 +1,70 @@
+;;;; who waits for a child process
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; PROCESS-WAIT serves the events of its fiber or thread until the process has ended, since it may have to
+;;; copy what the process prints. So a change of the process must be such an event:
+;;;  - its end makes a pidfd readable, which each who waits has for himself. It does not depend on who is
+;;;    sent SIGCHLD, and whether he has interrupts enabled;
+;;;  - that it was stopped or continued, or that somebody else has taken its status from the kernel, is
+;;;    written to the event descriptors of all who wait, by who found out.
+;;; Both belong to the waiter. *ACTIVE-PROCESSES-LOCK* is held when an event descriptor is written to,
+;;; and when it is entered into or removed from the list: none is written to that was closed.
+
+(define-alien-routine ("fiber_event_open" %event-open) int)
+(define-alien-routine ("fiber_process_open" %process-open) int (pid int))
+
+(defun open-event ()
+  (let ((fd (%event-open)))
+    (if (minusp fd)
+        (simple-perror "Cannot make an event descriptor to wait for a process" :errno (get-errno))
+        fd)))
+
+(defun drain-event (fd)
+  (with-alien ((count (unsigned 64)))
+    (sb-unix:unix-read fd (alien-sap (addr count)) 8)))
+
+(defun call-with-event-fd (fd on-event function)
+  "Call FUNCTION while ON-EVENT is called when FD is readable, and then close FD, if there is one."
+  (declare (function function))
+  (if (minusp fd)
+      (funcall function)
+      (unwind-protect (with-fd-handler (fd :input on-event) (funcall function))
+        (sb-unix:unix-close fd))))
+
+(defun call-with-process-events (pid function)
+  "Call FUNCTION, while the end of process PID is an event, with a descriptor that makes another one when
+WAKE-PROCESS-WAITER is called on it."
+  (declare (function function))
+  (let ((event (open-event)))
+    (call-with-event-fd
+     event #'drain-event
+     (lambda ()
+       (call-with-event-fd
+        ;; It fails on old kernels, and if the process has been forgotten: then it has ended already.
+        (%process-open pid)
+        #'invalidate-descriptor         ; it stays readable
+        (lambda () (funcall function event)))))))
+
+(defmacro with-process-waiter ((pid waiters &rest lock) &body body)
+  "Execute BODY such that all changes of process PID are events. WAITERS is the place of the list that
+LOCK, a form without its body, protects."
+  (with-unique-names (event)
+    `(call-with-process-events
+      ,pid
+      (lambda (,event)
+        (unwind-protect (progn (,@lock (push ,event ,waiters))
+                               ,@body)
+          (,@lock (setf ,waiters (remove ,event ,waiters :count 1))))))))
+
+(defun wake-process-waiter (event)
+  (%poller-wake event))
