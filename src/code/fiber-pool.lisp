@@ -57,7 +57,8 @@
 (defstruct (blocking-pool (:constructor make-blocking-pool ())
                           (:copier nil))
   (lock (sb-thread:make-mutex :name "pool of blocking calls") :read-only t)
-  (entries (sb-thread:make-semaphore :name "blocking calls") :read-only t)
+  ;; Made by the first call: a semaphore in the saved core would never be collected.
+  (entries nil :type (or null sb-thread:semaphore))
   (first '() :type list)
   (last '() :type list)
   ;; Entries in the queue. Who has passed the semaphore has not taken his yet.
@@ -78,6 +79,8 @@
 ;;;; the queue; all of this with the lock held
 
 (defun add-entry (pool entry)
+  (unless (blocking-pool-entries pool)
+    (setf (blocking-pool-entries pool) (sb-thread:make-semaphore :name "blocking calls")))
   (let ((cell (list entry)))
     (if (blocking-pool-first pool)
         (setf (cdr (blocking-pool-last pool)) cell)
