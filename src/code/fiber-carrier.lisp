@@ -17,9 +17,12 @@
 ;;; be made at this point: MAKE-THREAD takes locks. It keeps the scheduler; the old
 ;;; carrier becomes a spare once its fiber parks.
 
+;;; A handler that is deferred sets the alarm, too: nothing else would end the sleep that follows.
+(define-alien-routine ("fiber_sleep_on" %sleep-on) void (word unsigned))
+
 (defun sleep-on-alarm (carrier)
   (with-pinned-objects (carrier)
-    (%futex-wait (carrier-alarm-address carrier) 0 -1 0))
+    (%sleep-on (carrier-alarm-address carrier)))
   (setf (carrier-alarm carrier) 0)
   (barrier (:memory)))
 
@@ -88,9 +91,9 @@ who do so at a time the second sees both."
   ;; next orphan.
   (ring-manager group)
   (loop until (or (carrier-scheduler carrier) (eq (fiber-group-state group) :stopped))
-        do (sleep-on-alarm carrier)
-           (run-inbox carrier)
-           (run-pending-handlers carrier)))
+        do (run-inbox carrier)
+           (run-pending-handlers carrier)
+           (sleep-on-alarm carrier)))
 
 (defun carrier-loop (carrier)
   (let ((group (truly-the fiber-group (carrier-group carrier))))

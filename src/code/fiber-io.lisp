@@ -32,15 +32,20 @@
 ;;;; waiting for a descriptor
 
 (defconstant errno-eperm 1)
+(defconstant errno-ebadf 9)
 (defconstant errno-einprogress 115)
 
 (defun wait-for-fd (fiber cell direction deadline)
   "Park FIBER until the descriptor of CELL is ready for DIRECTION. Returns :READY, :CLOSED, :AGAIN,
-:TIMEOUT, :INTERRUPTED, or :PLAIN if it is of a kind that is always ready. With interrupts off."
+:TIMEOUT, :INTERRUPTED, :PLAIN if it is of a kind that is always ready, or an errno if the kernel
+refuses to watch it. With interrupts off."
   (let* ((scheduler (nearest-scheduler fiber))
          (errno (add-waiter cell fiber direction (scheduler-poller scheduler))))
     (unless (= errno 0)
-      (return-from wait-for-fd (if (= errno errno-eperm) :plain :closed)))
+      (return-from wait-for-fd
+        (cond ((= errno errno-eperm) :plain)
+              ((= errno errno-ebadf) :closed)
+              (t errno))))
     (loop
       (park cell deadline)
       (let ((result (fiber-wait-result fiber)))
@@ -65,8 +70,8 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
               ((eq result :timeout) (return nil))
               ((member result '(:interrupted :again)))
               ((eq result :closed) (error 'descriptor-closed :descriptor fd))
-              (t (setf (fd-cell-kind cell) :plain)
-                 (return t)))))))
+              ((eq result :plain) (return t))
+              (t (error "~@<The kernel does not watch file descriptor ~D: ~A~:@>" fd (strerror result))))))))
 
 (defun parkable-fd-p (fd)
   (and (typep fd '(unsigned-byte 20)) (can-park-p)))
@@ -117,6 +122,13 @@ that: the other end may be some fiber of this very carrier."
     ((:regular :directory :block) :plain)
     (t :poll)))
 
+;;; :PLAIN is not kept: if the file was closed by a way that we do not see, and the number is a socket's
+;;; now, the plain call would not fail but wait.
+(defun find-out-kind (cell)
+  (let ((kind (kind-of-fd (fd-cell-fd cell))))
+    (setf (fd-cell-kind cell) (if (eq kind :plain) nil kind))
+    kind))
+
 (defconstant errno-enotsock 88)
 (defconstant errno-eopnotsupp 95)
 (defconstant errno-espipe 29)
@@ -137,14 +149,13 @@ that: the other end may be some fiber of this very carrier."
                          (- sb-unix:ewouldblock)))
               (t ,plain-call))))
      (declare (inline try))
-     (let ((result (try (or (fd-cell-kind ,cell)
-                            (setf (fd-cell-kind ,cell) (kind-of-fd (fd-cell-fd ,cell)))))))
+     (let ((result (try (or (fd-cell-kind ,cell) (find-out-kind ,cell)))))
        (declare (type (signed-byte 64) result))
        (cond ((wrong-kind-p result)
-              (setf (fd-cell-kind ,cell) (kind-of-fd (fd-cell-fd ,cell)))
-              (if (eq (fd-cell-kind ,cell) :pipe)
-                  (setf (fd-cell-kind ,cell) :poll)) ; a file system without RWF_NOWAIT
-              (try (fd-cell-kind ,cell)))
+              (let ((kind (find-out-kind ,cell)))
+                (when (eq kind :pipe) ; a file system without RWF_NOWAIT
+                  (setf kind (setf (fd-cell-kind ,cell) :poll)))
+                (try kind)))
              (t result)))))
 
 (declaim (inline count-or-errno))
@@ -182,8 +193,9 @@ that: the other end may be some fiber of this very carrier."
 
 (defun note-close (fd)
   "Called before FD is closed by any of the ways that we know."
-  (dolist (fiber (forget-fd fd))
-    (unpark fiber)))
+  (without-interruptions ; those who are taken out and not woken would wait for ever
+    (dolist (fiber (forget-fd fd))
+      (unpark fiber))))
 
 ;;; Who began to wait after NOTE-CLOSE and before the close itself would wait for ever. He tries again,
 ;;; and fails, or waits for the next file of that number.
@@ -191,30 +203,46 @@ that: the other end may be some fiber of this very carrier."
   "Called after FD has been closed."
   (let ((cell (and (typep fd '(unsigned-byte 20)) (find-fd-cell fd nil))))
     (when (and cell (or (fd-cell-input cell) (fd-cell-output cell)))
-      (dolist (fiber (forget-fd fd :again))
-        (unpark fiber)))))
+      (without-interruptions
+        (dolist (fiber (wake-late-waiters cell))
+          (unpark fiber))))))
 
 ;;;; select and poll of several descriptors
 
 ;;; An epoll descriptor is itself a file that becomes readable: a fiber that waits for several
 ;;; descriptors waits for one made of them, and then asks without waiting which it was.
-(defun park-on-set (make-set deadline)
-  "Park for a set as runtime/fiber-linux.c describes it, which MAKE-SET returns."
+(defun park-for-set (make-set deadline)
+  "Park for a set as runtime/fiber-linux.c describes it, which MAKE-SET returns. Return :READY if something
+is ready, :REFUSED if there can be no such set, else NIL: look again."
   (declare (function make-set) (dynamic-extent make-set))
   (without-interrupts ; lest the descriptor be lost
     (let* ((set (funcall make-set))
            (fd (ldb (byte 20 0) set)))
       (declare (type (signed-byte 64) set))
-      (cond ((= set -1) (with-local-interrupts (take-turn +accept-cost+))) ; an acceptor, most likely
-            ((= set -2) (with-local-interrupts (park-until deadline)))
+      (cond ((= set -1) :ready)
+            ((= set -3) :refused)
+            ((= set -2) (with-local-interrupts (park-until deadline))
+                        nil)
             ((logtest set (ash 1 40))
              (unwind-protect (with-local-interrupts (park-on-fd fd +input+ deadline))
-               (sb-unix:unix-close fd)))
-            (t (with-local-interrupts (park-on-fd fd (ldb (byte 2 32) set) deadline)))))))
+               (sb-unix:unix-close fd))
+             nil)
+            (t (with-local-interrupts (park-on-fd fd (ldb (byte 2 32) set) deadline))
+               nil)))))
+
+(defun park-on-set (make-set deadline)
+  "Park until one of a set is ready, or DEADLINE has come. Return false if the system call must wait itself."
+  (declare (function make-set) (dynamic-extent make-set))
+  (take-turn +accept-cost+) ; an acceptor, most likely
+  (loop
+    (let ((result (park-for-set make-set deadline)))
+      (cond ((eq result :refused) (announce-blocking)
+                                  (return nil))
+            ((or result (deadline-passed-p deadline)) (return t))))))
 
 (defun park-before-select (n read-fds write-fds exception-fds seconds microseconds)
-  "Park until select(2) with these arguments would not wait, or its time is over. To be called when
-it has been found that it would."
+  "Park until select(2) with these arguments would not wait, or its time is over. Return false if it must
+wait itself. To be called when it has been found that it would."
   (flet ((sap (fds) (if fds (alien-sap fds) (int-sap 0))))
     (park-on-set (lambda ()
                    (alien-funcall
@@ -226,8 +254,8 @@ it has been found that it would."
                       (timeout-to-deadline (or seconds 0) (or microseconds 0))))))
 
 (defun park-before-poll (pollfds n milliseconds)
-  "Park until poll(2) with these arguments would not wait, or its time is over. To be called
-when it has been found that it would."
+  "Park until poll(2) with these arguments would not wait, or its time is over. Return false if it must
+wait itself. To be called when it has been found that it would."
   (park-on-set (lambda ()
                  (alien-funcall (extern-alien "fiber_poll_set"
                                               (function (signed 64) system-area-pointer int))
@@ -258,6 +286,7 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
 (defun nonblocking-p (fd)
   (= 1 (alien-funcall (extern-alien "fiber_is_nonblocking" (function int int)) fd)))
 
+(declaim (inline set-nonblocking))
 (defun set-nonblocking (fd)
   (alien-funcall (extern-alien "fiber_set_nonblocking" (function int int)) fd))
 
@@ -270,8 +299,11 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
       (let ((cell (find-fd-cell fd t)))
         (when (can-park-p)
           (take-turn +accept-cost+)
-          (when (and (not (fd-cell-nonblocking-by-us cell)) (= 1 (set-nonblocking fd)))
-            (setf (fd-cell-nonblocking-by-us cell) t)))
+          (unless (fd-cell-nonblocking-by-us cell)
+            ;; Of two who come at once the second must not take the flag for the user's.
+            (with-tiny-lock ((fd-cell-lock cell))
+              (when (= 1 (set-nonblocking fd)) (setf (fd-cell-nonblocking-by-us cell) t))
+              nil)))
         (fd-cell-nonblocking-by-us cell))
       nil))
 
@@ -294,13 +326,17 @@ errno if it fails."
            (alien-funcall (extern-alien "fiber_connect_result" (function int int)) fd)))
     (without-interrupts ; lest the flag stay set
       (if (and (parkable-fd-p fd) (= 1 (set-nonblocking fd)))
-          (unwind-protect
-               (cond ((= 0 (connect)) 0)
-                     ((= (get-errno) errno-einprogress)
-                      (with-local-interrupts (park-on-fd fd +output+ nil))
-                      (finish))
-                     (t -1))
-            (alien-funcall (extern-alien "fiber_set_blocking" (function int int)) fd))
+          (let* ((cell (find-fd-cell fd t))
+                 (generation (fd-cell-generation cell)))
+            (unwind-protect
+                 (cond ((= 0 (connect)) 0)
+                       ((= (get-errno) errno-einprogress)
+                        (with-local-interrupts (park-on-fd fd +output+ nil))
+                        (finish))
+                       (t -1))
+              ;; The number may be another file's by now.
+              (when (= generation (fd-cell-generation cell))
+                (alien-funcall (extern-alien "fiber_set_blocking" (function int int)) fd))))
           (with-local-interrupts
             (note-native-call fd :output)
             (connect))))))
@@ -329,3 +365,26 @@ errno if it fails."
         (when (minusp count) (return (if (= sent 0) count sent)))
         (setf sent (truly-the index (+ sent count)))
         (when (or (= now flags) (>= sent length)) (return sent))))))
+
+(defconstant msg-waitall #x100)
+
+(defun parking-receive (fd buffer length flags address size)
+  "recvfrom(2) into BUFFER, an alien pointer, of LENGTH bytes; with MSG_WAITALL of all of them, as a call
+that waits does it. -1 and errno if it fails."
+  (declare (type (unsigned-byte 32) flags) (type index length))
+  (let* ((received 0)
+         (now (parking-flags fd flags))
+         (all (and (/= now flags)
+                   (logtest flags msg-waitall)
+                   (= 1 (alien-funcall (extern-alien "fiber_is_stream" (function int int)) fd)))))
+    (declare (type index received))
+    (loop
+      (let ((count (with-parking (fd :input :when (not (logtest flags msg-dontwait)))
+                     (alien-funcall (extern-alien "recvfrom"
+                                                  (function (signed 64) int system-area-pointer unsigned
+                                                            int system-area-pointer system-area-pointer))
+                                    fd (sap+ (alien-sap buffer) received) (- length received) now
+                                    (alien-sap address) (alien-sap size)))))
+        (when (minusp count) (return (if (= received 0) count received)))
+        (setf received (truly-the index (+ received count)))
+        (when (or (not all) (= count 0) (>= received length)) (return received))))))

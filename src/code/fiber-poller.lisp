@@ -33,8 +33,10 @@
   (index 0 :type (mod #.max-pollers) :read-only t)
   (epoll -1 :type (signed-byte 32) :read-only t)
   (wakeup -1 :type (signed-byte 32))
-  ;; The state of the scheduler's sleep: 0 awake, 1 asleep or about to be, 2 woken.
+  ;; The state of the scheduler's sleep: 0 awake, 1 asleep or about to be, 2 woken, 3 freed.
   (sleep 0 :type word)
+  ;; Who is about to write to WAKEUP.
+  (wakers 0 :type word)
   (events (int-sap 0) :type system-area-pointer))
 (declaim (freeze-type poller))
 
@@ -96,7 +98,11 @@ descriptor left."
 
 (defun free-poller (poller &optional (heir (constantly nil)))
   ;; T keeps the number until nothing refers to it; CLOSE must not use the descriptors.
-  (setf (svref *pollers* (poller-index poller)) t)
+  (setf (svref *pollers* (poller-index poller)) t
+        (poller-sleep poller) 3)
+  (barrier (:memory))
+  (loop until (= (poller-wakers poller) 0)
+        do (alien-funcall (extern-alien "thread_yield" (function int))))
   (sb-unix:unix-close (poller-wakeup poller))
   (sb-unix:unix-close (poller-epoll poller))
   (forget-poller-in-cells (poller-index poller) heir)
@@ -104,10 +110,17 @@ descriptor left."
                  (poller-events poller))
   (setf (svref *pollers* (poller-index poller)) nil))
 
-;;; Whoever moves SLEEP from 1 to 2 writes; a second waker does not.
+;;; Whoever moves SLEEP from 1 to 2 writes; a second waker does not. WAKERS keeps the descriptor, whose
+;;; number another file may get otherwise, until he has.
 (defun wake-poller (poller)
-  (when (= (cas (poller-sleep poller) 1 2) 1)
-    (%poller-wake (poller-wakeup poller))))
+  (declare (poller poller))
+  (barrier (:memory)) ; between what the caller has written and what it reads of the sleeper
+  (when (= (poller-sleep poller) 1)
+    (without-interrupts
+      (atomic-incf (poller-wakers poller))
+      (when (= (cas (poller-sleep poller) 1 2) 1)
+        (%poller-wake (poller-wakeup poller)))
+      (atomic-decf (poller-wakers poller)))))
 
 ;;;; the waiter map
 
@@ -128,10 +141,12 @@ descriptor left."
 ;;;     state of a waiter          move                     by
 ;;;     in no chain -> in chain    ADD-WAITER, then arm     the fiber
 ;;;     in chain    -> :READY      report                   who serves the poller
-;;;     in chain    -> :CLOSING    FORGET-FD                who closes, before and after
+;;;     in chain    -> :CLOSING    FORGET-FD                who is about to close
+;;;                                WAKE-LATE-WAITERS        who has closed
 ;;;     :CLOSING    -> :CLOSED     FORGET-FD, no longer     who is about to close
 ;;;                                in need of its WAIT-NEXT
-;;;     :CLOSING    -> :AGAIN      the same                 who has closed
+;;;     :CLOSING    -> :AGAIN      WAKE-LATE-WAITERS,       who has closed
+;;;                                the same
 ;;;     in chain    -> in none     REMOVE-WAITER            the fiber: time-out, unwinding
 (defstruct (fd-cell (:constructor make-fd-cell (fd))
                     (:copier nil))
@@ -270,10 +285,25 @@ and the one that waited for output, each or NIL."
         nil))
     (values reader writer)))
 
-(declaim (ftype (sfunction (t &optional t) t) forget-fd))
-(defun forget-fd (fd &optional (result :closed))
+(declaim (inline take-all-waiters))
+(defun take-all-waiters (cell)
+  "Empty the chains of CELL; return one of all, with the result :CLOSING. For the holder of its lock."
+  (declare (optimize (safety 0)))
+  (let ((chain (fd-cell-input cell)))
+    (if (null chain)
+        (setf chain (fd-cell-output cell))
+        (append-waiter chain (fd-cell-output cell)))
+    (setf (fd-cell-input cell) nil
+          (fd-cell-output cell) nil)
+    (do ((fiber chain (fiber-wait-next (truly-the fiber fiber))))
+        ((null fiber))
+      (setf (fiber-wait-result (truly-the fiber fiber)) :closing))
+    chain))
+
+(declaim (ftype (sfunction (t) t) forget-fd))
+(defun forget-fd (fd)
   "The descriptor FD is about to be closed. Return a list of the fibers that waited for it, which have
-RESULT and must be woken. A duplicate of FD would keep the registration alive and report for
+the result :CLOSED and must be woken. A duplicate of FD would keep the registration alive and report for
 another file that gets the number: hence the removal."
   (let ((cell (and (typep fd '(unsigned-byte 20)) (find-fd-cell fd nil))))
     (when cell
@@ -287,18 +317,10 @@ another file that gets the number: hence the removal."
                 (fd-cell-nonblocking-by-us cell) nil
                 (fd-cell-generation cell) (logand (1+ (fd-cell-generation cell))
                                                   (1- (ash 1 29))))
-          (setf chain (fd-cell-input cell))
-          (if (null chain)
-              (setf chain (fd-cell-output cell))
-              (append-waiter chain (fd-cell-output cell)))
-          (setf (fd-cell-input cell) nil
-                (fd-cell-output cell) nil)
-          (do ((fiber chain (fiber-wait-next (truly-the fiber fiber))))
-              ((null fiber))
-            (setf (fiber-wait-result (truly-the fiber fiber)) :closing))
+          (setf chain (take-all-waiters cell))
           nil)
         (unless (= known-to 0) (forget-in-pollers fd known-to))
-        (release-closed chain result)))))
+        (release-closed chain :closed)))))
 
 ;;; A fiber that sees RESULT may enter another chain at once.
 (defun release-closed (chain result)
@@ -339,6 +361,15 @@ head of a chain that was served by it: one of another group, which had joined ot
           when (simple-vector-p block)
           do (loop for cell across block
                    when (fd-cell-p cell) do (forget cell)))))
+
+;;; FD has been closed, and its number may stand for another file already: nothing is undone.
+(defun wake-late-waiters (cell)
+  "Return a list of the fibers that wait in CELL, which have the result :AGAIN and must be woken."
+  (let ((chain nil))
+    (with-tiny-lock ((fd-cell-lock cell))
+      (setf chain (take-all-waiters cell))
+      nil)
+    (release-closed chain :again)))
 
 (defun rearm-elsewhere (cell direction poller)
   (when poller

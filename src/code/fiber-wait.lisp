@@ -38,11 +38,26 @@ WITHOUT-INTERRUPTS is no zone: it is a binding, which goes with the fiber, and h
   (when (/= 0 (context-word (context-of fiber) guards))
     (alien-funcall (extern-alien "fiber_rearm_guards" (function void)))))
 
+;;; What a wait needs of the control stack, from the question whether it is possible to its end.
+(defconstant waiting-room 8192)
+
+;;; A stack that overflows in the midst of a wait is unwound with the fiber in some chain, or with its
+;;; predecessor forgotten.
+(declaim (inline ensure-waiting-room))
+(defun ensure-waiting-room (fiber)
+  "Let FIBER, which is running, be told now if its stack is about to be exhausted."
+  (let ((lowest (- (sap-int (current-sp)) waiting-room)))
+    (when (< lowest (+ (fiber-control-stack-start fiber)
+                       (extern-alien "fiber_control_reserve" unsigned)))
+      (%touch (int-sap lowest)))))
+
 (declaim (ftype (sfunction () boolean) can-park-p))
 (defun can-park-p ()
-  "Is a fiber running that can leave its carrier here?"
+  "Is a fiber running that can leave its carrier here? If it has too little stack for that, let it be told."
   (let ((fiber (current-fiber)))
-    (and fiber (not (eq (zone fiber) :native)))))
+    (when (and fiber (not (eq (zone fiber) :native)))
+      (ensure-waiting-room fiber)
+      t)))
 
 ;;;; time
 

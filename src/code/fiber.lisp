@@ -266,7 +266,9 @@ more than one, and it is not pinned.")
       (when (= idle 0) (return))
       (let ((bit (1- (integer-length (logand idle (- idle))))))
         (when (eq (cas (fiber-group-idle group) idle (logandc2 idle (ash 1 (truly-the (mod 62) bit)))) idle)
-          (wake-poller (svref *pollers* bit))
+          ;; If the group has ended meanwhile there is none, or another group's, which looks and sleeps again.
+          (let ((poller (svref *pollers* bit)))
+            (when (poller-p poller) (wake-poller poller)))
           (return))))))
 
 (declaim (inline call-for-help))
@@ -598,12 +600,17 @@ their processors from those who work."
              (/= 0 (logandc2 (fiber-group-idle group)
                              (ash 1 (poller-index (scheduler-poller scheduler)))))))))
 
+(declaim (inline handlers-wait-p))
+(defun handlers-wait-p ()
+  "Is there something that this OS thread is to call as a thread?"
+  (or *interrupt-pending* (sb-thread::thread-interruptions *current-thread*)))
+
 (defun something-to-do-p (carrier scheduler)
   (let ((group (truly-the fiber-group (scheduler-group scheduler))))
     (or (carrier-inbox carrier)
         (injected-for-p carrier scheduler group)
         (eq (fiber-group-state group) :stopped)
-        *interrupt-pending*
+        (handlers-wait-p)
         (loop for other across (fiber-group-schedulers group)
               thereis (> (run-queue-length (scheduler-queue (truly-the scheduler other))) 0)))))
 
@@ -636,7 +643,7 @@ their processors from those who work."
 ;;; to call. They run on the carrier's own stack, where a wait for a lock is a native one that
 ;;; is announced.
 (defun run-pending-handlers (carrier)
-  (when (or *interrupt-pending* (sb-thread::thread-interruptions *current-thread*))
+  (when (handlers-wait-p)
     (setf (carrier-handling carrier) t)
     (catch 'sb-impl::%end-of-the-world
       (unless (eq :done (catch 'sb-thread::%abort-thread (receive-signals) :done))

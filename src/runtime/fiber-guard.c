@@ -203,11 +203,12 @@ static void settle_reserves(struct thread* th, struct fiber_context* fc, char* s
     if (close_left(th, fc, sp) && (char*)fc->return_guard <= sp) place_return_guard(fc, sp);
 }
 
-/* Called by a fiber before it parks, if some reserve is open. */
+/* Called by a fiber before it parks, if some reserve is open. What it calls itself lies below. */
 void fiber_rearm_guards()
 {
     struct thread* th = get_sb_vm_thread();
-    if (th->fiber_context) settle_reserves(th, th->fiber_context, (char*)__builtin_frame_address(0));
+    char* lowest = (char*)__builtin_frame_address(0) - 4*KIB;
+    if (th->fiber_context) settle_reserves(th, th->fiber_context, lowest);
 }
 
 /* The scrubber clears dead words down to the guard; it must not touch a raised one. */

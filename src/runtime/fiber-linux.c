@@ -31,6 +31,8 @@
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
+#include "fiber.h"
+#include "tiny-lock.h"
 
 /* The contract is in code/fiber-poller.lisp; these numbers belong to it. */
 enum { INPUT = 1, OUTPUT = 2 };
@@ -113,22 +115,51 @@ void fiber_poller_forget(int epoll, int fd)
 
 #define MAX_EVENTS 256
 
-static int wait_for_events(int epoll, struct epoll_event* events, int n, int64_t nanoseconds)
+/* With MASK as the signal mask meanwhile. */
+static int wait_for_events(int epoll, struct epoll_event* events, int n, int64_t nanoseconds,
+                           sigset_t* mask)
 {
     static int no_pwait2;
     if (nanoseconds <= 0 || no_pwait2)
-        return epoll_wait(epoll, events, n,
-                          nanoseconds < 0 ? -1
-                          : nanoseconds > (int64_t)86400*1000*1000*1000 ? 86400*1000
-                          : (int)((nanoseconds + 999999) / 1000000));
+        return epoll_pwait(epoll, events, n,
+                           nanoseconds < 0 ? -1
+                           : nanoseconds > (int64_t)86400*1000*1000*1000 ? 86400*1000
+                           : (int)((nanoseconds + 999999) / 1000000), mask);
     struct timespec timeout = { nanoseconds / 1000000000, nanoseconds % 1000000000 };
-    int found = syscall(SYS_epoll_pwait2, epoll, events, n, &timeout, 0, 0);
+    int found = syscall(SYS_epoll_pwait2, epoll, events, n, &timeout, mask, _NSIG / 8);
     if (found < 0 && errno == ENOSYS) { // before Linux 5.11
         no_pwait2 = 1;
-        return wait_for_events(epoll, events, n, nanoseconds);
+        return wait_for_events(epoll, events, n, nanoseconds, mask);
     }
     return found;
 }
+
+/* A signal that comes before the kernel waits would not end the wait: its handler is deferred, since the
+ * scheduler has interrupts off, and nobody would run it. So signals are let in by the wait itself. */
+static int sleep_for_events(int epoll, struct epoll_event* events, int n, int64_t nanoseconds)
+{
+    sigset_t old;
+    block_deferrable_signals(&old);
+    bool pending = interrupt_handler_pending_p();
+    int found = wait_for_events(epoll, events, n, pending ? 0 : nanoseconds, &old);
+    if (!interrupt_handler_pending_p()) pthread_sigmask(SIG_SETMASK, &old, 0);
+    // They stay blocked, which goes with a pending handler. What was blocked when it came is not ours.
+    else if (!pending) thread_interrupt_data(get_sb_vm_thread()).pending_mask = old;
+    return found;
+}
+
+/* futex(2) does not let signals in: here a handler that is deferred changes the word. */
+static __thread int* volatile sleeping_on;
+
+/* Sleep while the word is 0, until a signal comes. */
+void fiber_sleep_on(int* word)
+{
+    sleeping_on = word;
+    if (!interrupt_handler_pending_p()) futex_wait(word, 0, -1, 0);
+    sleeping_on = 0;
+}
+
+void fiber_end_sleep() { if (sleeping_on) __atomic_store_n(sleeping_on, 1, __ATOMIC_SEQ_CST); }
 
 /* Wait at most NANOSECONDS, for ever if negative. Writes pairs of words to OUT, which has room
  * for N: an event's data and its directions. Returns their number; 0 also if a
@@ -136,7 +167,9 @@ static int wait_for_events(int epoll, struct epoll_event* events, int n, int64_t
 int fiber_poller_wait(int epoll, uint64_t* out, int n, int64_t nanoseconds)
 {
     struct epoll_event events[MAX_EVENTS];
-    int found = wait_for_events(epoll, events, n < MAX_EVENTS ? n : MAX_EVENTS, nanoseconds);
+    if (n > MAX_EVENTS) n = MAX_EVENTS;
+    int found = nanoseconds ? sleep_for_events(epoll, events, n, nanoseconds)
+        : epoll_wait(epoll, events, n, 0);
     for (int i = 0; i < found; ++i) {
         out[2*i] = events[i].data.u64;
         out[2*i+1] = from_epoll(events[i].events);
@@ -220,6 +253,14 @@ int fiber_set_blocking(int fd)
     return result;
 }
 
+/* Does recv(2) with MSG_WAITALL wait for all on FD? */
+int fiber_is_stream(int fd)
+{
+    int type = 0;
+    socklen_t size = sizeof type;
+    return !getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) && type == SOCK_STREAM;
+}
+
 /* How a connect(2) that was in progress has ended, in its own form. */
 int fiber_connect_result(int fd)
 {
@@ -233,49 +274,72 @@ int fiber_connect_result(int fd)
 /*
  * Sets of descriptors. The result is one word: a single descriptor with its directions in
  * bits 32 and 33, or an epoll descriptor that is readable when one of the set is ready,
- * with bit 40. -1 if something is ready or wrong, so that one should ask at once; -2 if
- * the set is empty.
+ * with bit 40. -1 if something is ready, so that one should ask at once; -2 if the set is empty;
+ * -3 if it cannot be made.
  */
 #define SET_IS_EPOLL ((int64_t)1 << 40)
+enum { EXCEPTION = 4 }; // a direction in sets only
 
-struct set_builder { int64_t single; int epoll; int count; };
+struct set_builder { int64_t single; int epoll; int count; struct pollfd* fds; int n_fds; };
 
-static int add_to_epoll(struct set_builder* b, int fd, uint32_t events)
+static int directions_of(struct pollfd* p)
 {
-    if (b->epoll < 0 && (b->epoll = epoll_create1(EPOLL_CLOEXEC)) < 0) return -1;
-    struct epoll_event event = { .events = events };
-    return epoll_ctl(b->epoll, EPOLL_CTL_ADD, fd, &event);
+    int directions = (p->events & POLLIN ? INPUT : 0) | (p->events & POLLOUT ? OUTPUT : 0)
+        | (p->events & POLLPRI ? EXCEPTION : 0);
+    return directions ? directions : EXCEPTION; // an error is reported even so
+}
+
+/* What is wanted of FD, which is in the set more than once. */
+static int all_directions(struct set_builder* b, int fd)
+{
+    int directions = 0;
+    for (int i = 0; i < b->n_fds; ++i)
+        if (b->fds[i].fd == fd) directions |= directions_of(&b->fds[i]);
+    return directions;
 }
 
 static uint32_t level_events(int directions)
 {
-    return to_epoll(directions) & ~(EPOLLET|EPOLLONESHOT);
+    return (directions & INPUT ? EPOLLIN | EPOLLRDHUP : 0) | (directions & OUTPUT ? EPOLLOUT : 0)
+        | (directions & EXCEPTION ? EPOLLPRI : 0);
 }
 
+static int add_to_epoll(struct set_builder* b, int fd, int directions)
+{
+    if (b->epoll < 0 && (b->epoll = epoll_create1(EPOLL_CLOEXEC)) < 0) return -1;
+    struct epoll_event event = { .events = level_events(directions) };
+    if (!epoll_ctl(b->epoll, EPOLL_CTL_ADD, fd, &event)) return 0;
+    if (errno == EPERM || errno == EBADF) return 1; // poll(2) reports these at once
+    if (errno != EEXIST) return -1;
+    event.events = level_events(all_directions(b, fd));
+    return epoll_ctl(b->epoll, EPOLL_CTL_MOD, fd, &event);
+}
+
+/* 1 if FD is ready, as far as that can be seen here; -1 if the set cannot be made. */
 static int add_to_set(struct set_builder* b, int fd, int directions)
 {
     if (b->count++ == 0) {
         b->single = fd | (int64_t)directions << 32;
-        return directions == (INPUT|OUTPUT) ? add_to_epoll(b, fd, level_events(directions)) : 0;
+        return directions == INPUT || directions == OUTPUT ? 0 : add_to_epoll(b, fd, directions);
     }
-    if (b->epoll < 0 && add_to_epoll(b, b->single & 0xfffff, level_events(b->single >> 32)))
-        return -1;
-    return add_to_epoll(b, fd, level_events(directions));
+    int result = b->epoll < 0 ? add_to_epoll(b, b->single & 0xfffff, b->single >> 32) : 0;
+    return result ? result : add_to_epoll(b, fd, directions);
 }
 
 /* A loop that accepts connections would otherwise park once for each. */
 static int ready_at_once(struct set_builder* b)
 {
     struct pollfd p = { b->epoll >= 0 ? b->epoll : (int)(b->single & 0xfffff), 0, 0 };
-    p.events = b->epoll >= 0 || b->single >> 32 == INPUT ? POLLIN|POLLPRI : POLLOUT;
+    p.events = b->epoll >= 0 || b->single >> 32 == INPUT ? POLLIN : POLLOUT;
     return poll(&p, 1, 0) != 0;
 }
 
-static int64_t finish_set(struct set_builder* b, int failed)
+static int64_t finish_set(struct set_builder* b, int result)
 {
-    if (failed || (b->count && ready_at_once(b))) {
+    if (!result && b->count && ready_at_once(b)) result = 1;
+    if (result) {
         if (b->epoll >= 0) close(b->epoll);
-        return -1;
+        return result > 0 ? -1 : -3;
     }
     return b->epoll >= 0 ? b->epoll | SET_IS_EPOLL : b->count ? b->single : -2;
 }
@@ -289,25 +353,22 @@ static int fd_is_set(fd_set* set, int fd)
 int64_t fiber_select_set(int n, fd_set* input, fd_set* output, fd_set* exceptions)
 {
     struct set_builder b = { -1, -1, 0 };
-    int failed = 0;
-    for (int fd = 0; fd < n && !failed; ++fd) {
-        int directions = (fd_is_set(input, fd) || fd_is_set(exceptions, fd) ? INPUT : 0)
-            | (fd_is_set(output, fd) ? OUTPUT : 0);
-        if (directions) failed = add_to_set(&b, fd, directions);
+    int result = 0;
+    for (int fd = 0; fd < n && !result; ++fd) {
+        int directions = (fd_is_set(input, fd) ? INPUT : 0) | (fd_is_set(output, fd) ? OUTPUT : 0)
+            | (fd_is_set(exceptions, fd) ? EXCEPTION : 0);
+        if (directions) result = add_to_set(&b, fd, directions);
     }
-    return finish_set(&b, failed);
+    return finish_set(&b, result);
 }
 
 int64_t fiber_poll_set(struct pollfd* fds, int n)
 {
-    struct set_builder b = { -1, -1, 0 };
-    int failed = 0;
-    for (int i = 0; i < n && !failed; ++i) {
-        int directions = (fds[i].events & (POLLIN|POLLPRI) ? INPUT : 0)
-            | (fds[i].events & POLLOUT ? OUTPUT : 0);
-        if (fds[i].fd >= 0 && directions) failed = add_to_set(&b, fds[i].fd, directions);
-    }
-    return finish_set(&b, failed);
+    struct set_builder b = { -1, -1, 0, fds, n };
+    int result = 0;
+    for (int i = 0; i < n && !result; ++i)
+        if (fds[i].fd >= 0) result = add_to_set(&b, fds[i].fd, directions_of(&fds[i]));
+    return finish_set(&b, result);
 }
 
 /* Nanoseconds of a clock that does not jump. No alien stack is used for it in Lisp. */

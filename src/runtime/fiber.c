@@ -367,6 +367,9 @@ void fiber_carrier_end()
     free(c);
 }
 
+/* For Lisp, which looks whether there is room for a wait. */
+const uword_t fiber_control_reserve = CONTROL_RESERVE_SIZE;
+
 /*
  * The collector's view. The world is stopped, so every stack that is not free is
  * either suspended or some thread's current one, which the collector scans anyway.

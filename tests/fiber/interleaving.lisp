@@ -717,7 +717,7 @@ was put."
     (fails *report-or-time-out*)))
 
 (test bug-saying-closed-too-early
-  (with-changes (("FORGET-FD" ":closing" ":closed"))
+  (with-changes (("TAKE-ALL-WAITERS" ":closing" ":closed"))
     (fails *close*)))
 
 ;;;; carriers that sleep
@@ -929,9 +929,9 @@ was put."
     (with-changes (("IDLE-AS-SPARE"
                     "(loop until (or (carrier-scheduler carrier)
                                      (eq (fiber-group-state group) :stopped))
-                           do (sleep-on-alarm carrier)
-                              (run-inbox carrier)
-                              (run-pending-handlers carrier))"
+                           do (run-inbox carrier)
+                              (run-pending-handlers carrier)
+                              (sleep-on-alarm carrier))"
                     "(loop until (or (carrier-scheduler carrier)
                                      (eq (fiber-group-state group) :stopped))
                            do (run-inbox carrier)

@@ -257,6 +257,21 @@
         (raise-flag stop)
         (join-all fibers)))))
 
+;;; Prevents: a signal that comes when a carrier has looked for something to do and is about to sleep, so that
+;;; nothing ends its sleep.
+(test interrupt-carriers-that-go-to-sleep
+  (on-carriers (n :counts '(1 2) :migration '(nil))
+    (with-group (group n)
+      (let ((threads (busy-carriers group n)) (calls (make-flag)))
+        (is (eql (* 1000 n)
+                 (dotimes (i 1000 (flag-count calls))
+                   (join (spawn (group) nil))
+                   (loop repeat (random 2000) do (sb-ext:spin-loop-hint))
+                   (dolist (thread threads)
+                     (sb-thread:interrupt-thread thread (lambda () (count-one calls))))
+                   (unless (wait-until (= (flag-count calls) (* (1+ i) n)))
+                     (return (list :lost i))))))))))
+
 ;;; With a fiber that never parks the carrier waits.
 (test interrupt-the-carrier-of-a-computation
   (on-carriers (n)

@@ -18,7 +18,7 @@
 (import '(sb-bsd-sockets:inet-socket sb-bsd-sockets:local-socket sb-bsd-sockets:socket-bind
           sb-bsd-sockets:socket-listen sb-bsd-sockets:socket-accept sb-bsd-sockets:socket-connect
           sb-bsd-sockets:socket-send sb-bsd-sockets:socket-receive sb-bsd-sockets:socket-close
-          sb-bsd-sockets:socket-name sb-bsd-sockets:socket-make-stream
+          sb-bsd-sockets:socket-name sb-bsd-sockets:socket-make-stream sb-bsd-sockets:socket-shutdown
           sb-bsd-sockets:socket-file-descriptor sb-bsd-sockets:non-blocking-mode
           sb-thread:make-thread sb-thread:join-thread sb-thread:thread-yield))
 
@@ -623,6 +623,82 @@
           (funcall server)
           (socket-close a)
           (socket-close b))))))
+
+;;; As in a thread: all or, at the end of the stream, what there is.
+(test receiving-all
+  (on-carriers (n :counts '(1 2))
+    (with-group (group n)
+      (with-sockets (a b)
+        (flet ((receive (length)
+                 (spawn (group) (nth-value 1 (socket-receive a nil length :waitall t
+                                                             :element-type '(unsigned-byte 8))))))
+          (let ((fiber (receive 10)))
+            (socket-send b (octets 4) 4)
+            (wait-until-parked fiber)
+            (socket-send b (octets 6) 6)
+            (is (eql 10 (join fiber))))
+          (let ((fiber (receive 10)))
+            (wait-until-parked fiber)
+            (socket-send b (octets 3) 3)
+            (socket-shutdown b :direction :output)
+            (is (eql 3 (join fiber)))))))))
+
+(defun poll-set (fds events milliseconds)
+  "How many entries poll(2) reports of FDS, each waited for with EVENTS, 1 for POLLIN or 2 for POLLPRI."
+  (let ((set (sb-alien:make-alien (sb-alien:unsigned 64) (length fds))))
+    (unwind-protect
+         (progn (loop for fd in fds
+                      for i from 0
+                      do (setf (sb-alien:deref set i) (logior fd (ash events 32))))
+                (sb-unix::unix-poll (sb-alien:cast set (* (sb-alien:struct sb-unix::pollfd)))
+                                    (length fds) milliseconds))
+      (sb-alien:free-alien set))))
+
+;;; Prevents: sets that are found to time out at once.
+(test poll-of-odd-sets
+  (on-carriers (n :counts '(1 2))
+    (with-group (group n)
+      (with-sockets (a b)
+        (let ((fd (socket-file-descriptor a)))
+          (flet ((waits-for-octet-p (fds events octets)
+                   (let ((fiber (wait-until-parked (spawn (group) (poll-set fds events 3600000)))))
+                     (socket-send b (octets 1) 1)
+                     (prog1 (eql octets (join fiber))
+                       (socket-receive a nil 1 :element-type '(unsigned-byte 8))))))
+            (is (waits-for-octet-p (list fd fd) 1 2))
+            (is (waits-for-octet-p (list fd fd fd) 1 3)))
+          ;; There is something to read, but nothing exceptional.
+          (socket-send b (octets 1) 1)
+          (let ((fiber (wait-until-parked (spawn (group) (poll-set (list fd) 2 3600000)))))
+            (terminate-fiber fiber)
+            (is (eq :aborted (fiber-join fiber :default :aborted)))))))))
+
+;;; Prevents: flags of another file being changed, which has got the number meanwhile.
+(test closed-while-connecting
+  (with-group (group 1)
+    (let* ((listener (let ((socket (make-instance 'inet-socket :type :stream :protocol :tcp)))
+                       (socket-bind socket *loopback* 0)
+                       (socket-listen socket 0)
+                       socket))
+           (port (port-of listener))
+           (fillers (loop repeat 4
+                          collect (let ((socket (make-instance 'inet-socket :type :stream :protocol :tcp)))
+                                    (setf (non-blocking-mode socket) t)
+                                    (ignore-errors (socket-connect socket *loopback* port))
+                                    socket)))
+           (socket (make-instance 'inet-socket :type :stream :protocol :tcp))
+           (fd (socket-file-descriptor socket))
+           (connector (wait-until-parked (spawn (group) (handler-case (socket-connect socket *loopback* port)
+                                                          (error () :error)))))
+           (other (join (spawn (group)
+                          (socket-close socket)
+                          (let ((other (make-instance 'inet-socket :type :stream :protocol :tcp)))
+                            (setf (non-blocking-mode other) t)
+                            other)))))
+      (is (= fd (socket-file-descriptor other)))
+      (is (eq :error (join connector)))
+      (is (non-blocking-mode other))
+      (mapc #'socket-close (list* other listener fillers)))))
 
 ;;; SOCKET-SEND sends all, as in a thread.
 (test sending-more-than-fits

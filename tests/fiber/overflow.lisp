@@ -337,3 +337,59 @@
           (call-in-child (list "--load" *run-file* "overflow")
                          :environment (list (format nil "SB_FIBER_TEST_GUARD_METHOD=~A" method)))
         (is (= 0 code) "With guard method ~A:~%~A" method output)))))
+
+;;;; At the very end of the stack
+
+(defun control-base ()
+  (+ (sb-thread::thread-control-stack-start sb-thread:*current-thread*)
+     (sb-alien:extern-alien "fiber_control_reserve" sb-alien:unsigned)))
+
+(defun stack-pointer () (sb-sys:sap-int (sb-vm::current-sp)))
+
+(declaim (notinline call-at-distance))
+(defun call-at-distance (distance function)
+  "Call FUNCTION with about DISTANCE bytes of control stack left."
+  (declare (optimize (speed 1) (debug 1)))
+  (let ((n (- (stack-pointer) (control-base) distance)))
+    (cond ((> n 2000) (multiple-value-prog1 (call-at-distance distance function) (stack-pointer)))
+          ((<= n 250) (funcall function))
+          (t (let ((filler (make-array (- n 200) :element-type '(unsigned-byte 8))))
+               (declare (dynamic-extent filler) (optimize (safety 0) (debug 0)))
+               (setf (aref filler 0) 1)
+               (multiple-value-prog1 (funcall function)
+                 (setf (aref filler 1) (aref filler 0))))))))
+
+(defun descend-a-little (n)
+  (if (= n 0) 0 (1+ (descend-a-little (1- n)))))
+
+;;; Prevents: a fiber that is unwound in the midst of a wait and stays in a chain; one that is forgotten, since
+;;; its successor overflowed while it took care of it; a reserve that is closed with who closes it inside.
+(test waits-at-the-end-of-the-stack
+  (on-carriers (n :counts '(1 2))
+    (multiple-value-bind (reader writer) (sb-unix:unix-pipe)
+      (let* ((queue (sb-thread:make-waitqueue)) (done nil)
+             (waits (list (lambda () (sleep 1/100000))
+                          #'fiber-yield
+                          (lambda () (fiber-park :timeout 1/100000))
+                          (lambda () (sb-unix:unix-simple-poll reader :input 1))
+                          ;; One that overflows in RELEASE-MUTEX, as a thread may, leaves the mutex taken.
+                          (lambda () (let ((mutex (sb-thread:make-mutex)))
+                                       (sb-thread:with-mutex (mutex)
+                                         (sb-thread:condition-wait queue mutex :timeout 1/100000))))
+                          (lambda ()
+                            (sb-sys:without-gcing (descend-a-little 60)) ; opens the reserve silently
+                            (sleep 1/100000)))))
+        (with-group (group n)
+          (let ((bystanders (loop repeat 3 collect (spawn (group) (loop until done do (fiber-yield)) t))))
+            (dolist (wait waits)
+              (is (eq t (join (spawn (group)
+                                (loop for distance from 9000 downto -100 by 61
+                                      do (handler-case (call-at-distance distance wait)
+                                           (storage-condition ())))
+                                t)))))
+            (setf done t)
+            (is (equal '(t t t) (join-all bystanders)))
+            (is (null (sb-fiber::fd-cell-input (sb-fiber::find-fd-cell reader t))))))
+        (sb-unix:unix-close reader)
+        (sb-unix:unix-close writer)))))
+

@@ -58,3 +58,12 @@
   (:results (id :scs (any-reg)))
   (:result-types tagged-num)
   (:generator 1 (inst mov id (thread-slot-ea thread-mutex-owner-id-slot))))
+
+;;; Read a byte for the fault that it may cause.
+(defknown sb-fiber::%touch (system-area-pointer) (values) ())
+(define-vop (sb-fiber::%touch)
+  (:translate sb-fiber::%touch)
+  (:policy :fast-safe)
+  (:args (where :scs (sap-reg)))
+  (:arg-types system-area-pointer)
+  (:generator 2 (inst cmp :byte (ea where) 0)))

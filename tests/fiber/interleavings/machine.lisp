@@ -171,6 +171,9 @@
       (funcall (if (listp address) #'perform-when-needed #'perform)
                :locked sleeper 'woken (constantly nil) (lambda () (sleeper-woken sleeper))))))
 
+(defun steps::%sleep-on (address)
+  (steps::%futex-wait address 0 -1 0))
+
 (defun steps::%futex-wake (address n)
   (call-in-kernel
    (lambda (kernel)
