@@ -328,13 +328,15 @@ call was unwound."
 (test looking-up-a-name
   (with-pool ()
     (on-carriers (n :migration '(nil))
-      (is (equalp #(127 0 0 1)
-                  (in-fiber (n) (sb-bsd-sockets:host-ent-address
-                                 (sb-bsd-sockets:get-host-by-name "localhost")))))
+      ;; The idle threads end with the last group.
+      (is (equalp '(#(127 0 0 1) t)
+                  (in-fiber (n)
+                    (list (sb-bsd-sockets:host-ent-address
+                           (sb-bsd-sockets:get-host-by-name "localhost"))
+                          (plusp (pool-threads))))))
       (is (stringp (in-fiber (n) (sb-bsd-sockets:host-ent-name
                                   (sb-bsd-sockets:get-host-by-address
-                                   (sb-bsd-sockets:make-inet-address "127.0.0.1")))))))
-    (is (plusp (pool-threads)))))
+                                   (sb-bsd-sockets:make-inet-address "127.0.0.1")))))))))
 
 (test a-name-that-is-not-known
   (with-pool ()
