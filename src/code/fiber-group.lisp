@@ -173,7 +173,9 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
         t))))
 
 ;;; Who was about to submit a fiber when the state changed may do so after the fibers have
-;;; been listed: they are listed again. None is aborted twice, as it may be in a cleanup form.
+;;; been listed: they are listed again. None is aborted twice, as it may be in a cleanup form. One that
+;;; is being unwound by an error of its own may be in one as well, and is aborted there, as a thread is:
+;;; it could also come out of it, and go on.
 (defun abort-until-done (groups deadline)
   (dolist (group groups) (cas (fiber-group-state group) :running :aborting))
   (let ((aborted (make-hash-table :test 'eq)))
