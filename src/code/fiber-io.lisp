@@ -297,13 +297,14 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
   "Make accept(2) on FD not wait if this is a fiber. True if EAGAIN means that one must wait."
   (if (typep fd '(unsigned-byte 20))
       (let ((cell (find-fd-cell fd t)))
-        (when (can-park-p)
-          (take-turn +accept-cost+)
-          (unless (fd-cell-nonblocking-by-us cell)
-            ;; Of two who come at once the second must not take the flag for the user's.
-            (with-tiny-lock ((fd-cell-lock cell))
-              (when (= 1 (set-nonblocking fd)) (setf (fd-cell-nonblocking-by-us cell) t))
-              nil)))
+        (cond ((can-park-p)
+               (take-turn +accept-cost+)
+               (unless (fd-cell-nonblocking-by-us cell)
+                 ;; Of two who come at once the second must not take the flag for the user's.
+                 (with-tiny-lock ((fd-cell-lock cell))
+                   (when (= 1 (set-nonblocking fd)) (setf (fd-cell-nonblocking-by-us cell) t))
+                   nil)))
+              ((not (nonblocking-p fd)) (note-native-call fd :input)))
         (fd-cell-nonblocking-by-us cell))
       nil))
 
@@ -378,6 +379,8 @@ that waits does it. -1 and errno if it fails."
                    (logtest flags msg-waitall)
                    (= 1 (alien-funcall (extern-alien "fiber_is_stream" (function int int)) fd)))))
     (declare (type index received))
+    (when (and (= now flags) (logtest flags msg-waitall) (in-fiber-p))
+      (announce-blocking))              ; a part of it may be there
     (loop
       (let ((count (with-parking (fd :input :when (not (logtest flags msg-dontwait)))
                      (alien-funcall (extern-alien "recvfrom"

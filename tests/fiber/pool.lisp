@@ -10,6 +10,9 @@
 (in-package "SB-FIBER-TESTS")
 
 (require :sb-bsd-sockets)
+(handler-bind ((warning #'muffle-warning))
+  (let ((*standard-output* (make-broadcast-stream)))
+    (asdf:load-system "usocket")))
 
 (def-suite* pool)
 
@@ -337,6 +340,26 @@ call was unwound."
       (is (stringp (in-fiber (n) (sb-bsd-sockets:host-ent-name
                                   (sb-bsd-sockets:get-host-by-address
                                    (sb-bsd-sockets:make-inet-address "127.0.0.1")))))))))
+
+;;; The other fibers of the carrier run while the name is looked up: one of them accepts the connection.
+(test usocket-connects-by-name
+  (with-pool ()
+    (on-carriers (n)
+      (let ((listener (usocket:socket-listen "127.0.0.1" 0 :reuse-address t)))
+        (unwind-protect
+             (with-group (group n)
+               (let ((server (spawn (group)
+                               (usocket:with-connected-socket (socket (usocket:socket-accept listener))
+                                 (read-line (usocket:socket-stream socket)))))
+                     (client (spawn (group)
+                               (usocket:with-client-socket
+                                   (socket stream "localhost" (usocket:get-local-port listener) :timeout 30)
+                                 (format stream "by name~%")
+                                 (finish-output stream)
+                                 (plusp (pool-threads))))))
+                 (is (equal "by name" (join server)))
+                 (is (eq t (join client)))))
+          (usocket:socket-close listener))))))
 
 (test a-name-that-is-not-known
   (with-pool ()
