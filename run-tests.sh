@@ -6,8 +6,9 @@
 # NAME is a suite of tests/fiber/ (timers for tests/fiber/timers.lisp), or
 #   in-fibers      tests of SBCL, bordeaux-threads, usocket and CFFI, run in a
 #                  thread and in fibers (see tests/in-fibers/harness.lisp);
-#   locks-moving   the suites locks and io, such that each fiber is resumed by
-#   io-moving      another carrier than before;
+#   locks-moving, waits-moving, io-moving, sockets-moving
+#                  these suites such that each fiber is resumed by another
+#                  carrier than before;
 #   upstream       SBCL's own regression tests, each of its files counted as one
 #                  (to run one of them:
 #                  cd build/sbcl/tests && sh run-tests.sh FILE).
@@ -26,7 +27,7 @@ if [ $# = 0 ]; then
         name=${file##*/} name=${name%.lisp}
         case $name in package | run) ;; *) set -- "$@" "$name" ;; esac
     done
-    set -- "$@" locks-moving io-moving in-fibers upstream
+    set -- "$@" locks-moving waits-moving io-moving sockets-moving in-fibers upstream
 fi
 for name; do
     case $name in in-fibers | upstream) continue ;; esac

@@ -12,9 +12,6 @@
 
 (def-suite* errors)
 
-(defun all-true-p (results)
-  (every (lambda (result) (eq result t)) results))
-
 (defun occurrences (string text)
   (loop for start = (search string text) then (search string text :start2 (1+ start))
         while start count t))
@@ -24,14 +21,6 @@
   `(let ((,text (with-output-to-string (out)
                   (call-with-error-output (lambda () ,form) out))))
      ,@body))
-
-(defun wait-for-end (fiber)
-  "How FIBER ended: :ABORT, or NIL if it returned."
-  (nth-value 1 (fiber-join fiber :default nil :timeout *patience*)))
-
-(defun wait-until-parked (fiber)
-  (loop until (eq :parked (fiber-state fiber)) do (sb-thread:thread-yield))
-  fiber)
 
 ;;;; Errors that nothing handles
 
@@ -708,13 +697,8 @@
     (loop repeat 20
           do (is (eq t (finish-fibers (start-fibers nil :carrier-count n)))))))
 
-;;; A thread that has been joined exists for a moment still.
-(defun eventually (predicate)
-  (loop repeat 1000
-        thereis (funcall predicate)
-        do (sleep 1/100)))
-
-;;; Prevents: carriers, descriptors or pollers that are left behind.
+;;; A thread that has been joined exists for a moment still. Prevents: carriers, descriptors or pollers that are
+;;; left behind.
 (test groups-leave-nothing-behind
   (flet ((descriptors () (length (directory "/proc/self/fd/*" :resolve-symlinks nil)))
          (threads () (length (directory "/proc/self/task/*/" :resolve-symlinks nil)))
@@ -725,8 +709,8 @@
     (use-group)
     (let ((descriptors (descriptors)) (threads (threads)))
       (loop repeat 70 do (use-group))
-      (is (eventually (lambda () (<= (descriptors) descriptors))))
-      (is (eventually (lambda () (<= (threads) threads)))))))
+      (is-true (wait-until (<= (descriptors) descriptors)))
+      (is-true (wait-until (<= (threads) threads))))))
 
 (test groups-in-fibers
   (on-carriers (n)

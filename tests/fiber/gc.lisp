@@ -51,9 +51,6 @@ collection. FUNCTION is to go on while **COLLECTING**."
 (defun pause ()
   (fiber-yield))
 
-(defun all-true-p (results)
-  (every (lambda (result) (eq result t)) results))
-
 (defvar *variable* :global)
 (defvar *other* :global)
 

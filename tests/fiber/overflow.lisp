@@ -82,9 +82,6 @@
   (handler-case (progn (funcall (cdr way)) nil)
     (storage-condition (condition) (typep condition (car way)))))
 
-(defun all-true-p (results)
-  (every (lambda (result) (eq result t)) results))
-
 (defun usual-depth ()
   "How deep a recursion gets, which tells whether the whole stack is there."
   (let ((*depth* 0))
@@ -392,4 +389,3 @@
             (is (null (sb-fiber::fd-cell-input (sb-fiber::find-fd-cell reader t))))))
         (sb-unix:unix-close reader)
         (sb-unix:unix-close writer)))))
-

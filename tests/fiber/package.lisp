@@ -144,6 +144,42 @@ than before; only so, if the environment wants it."
            (funcall function count)))
     (setf sb-fiber::*force-migration* nil)))
 
+;;;; Waiting for what others do
+
+(defmacro wait-until (condition)
+  "Wait until CONDITION is true; return false if that takes too long."
+  `(sb-ext:wait-for ,condition :timeout *patience*))
+
+(defun wait-until-parked (fiber)
+  (wait-until (eq :parked (fiber-state fiber)))
+  fiber)
+
+(defun wait-for-end (fiber)
+  "How FIBER ended: :ABORT, or NIL if it returned."
+  (nth-value 1 (fiber-join fiber :default nil :timeout *patience*)))
+
+(defun all-true-p (results)
+  (every (lambda (result) (eq result t)) results))
+
+;;; A cell that is shared, not a variable: the compiler knows that nobody else writes that.
+(defstruct (flag (:constructor make-flag ()))
+  (value nil) (count 0 :type sb-ext:word) (notes '() :type list))
+(defun raise-flag (flag) (setf (flag-value flag) t))
+(defun count-one (flag) (sb-ext:atomic-incf (flag-count flag)))
+(defun note (flag value) (sb-ext:atomic-push value (flag-notes flag)))
+
+(defun compute-until (flag)
+  "Compute, without ever parking, until FLAG is raised."
+  (loop until (flag-value flag) do (sb-ext:spin-loop-hint)))
+
+(defmacro computing-fiber ((group started) &body body)
+  "A fiber that raises STARTED and then executes BODY, after STARTED was seen to be raised."
+  `(prog1 (spawn (,group) (raise-flag ,started) ,@body)
+     (wait-until (flag-value ,started))))
+
+(defun heap-count (group)
+  (loop for scheduler across (sb-fiber::fiber-group-schedulers group)
+        sum (sb-fiber::deadline-heap-count (sb-fiber::scheduler-deadlines scheduler))))
 ;;;; Fibers and threads at the same time
 
 (defun mixed (carrier-count n-fibers n-threads function)

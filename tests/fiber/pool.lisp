@@ -28,10 +28,9 @@
           *blocking-thread-limit* limit)
     (unwind-protect (funcall function)
       (let ((used sb-fiber::*blocking-pool*))
-        (is (eventually (lambda ()
-                          (and (= 0 (sb-fiber::blocking-pool-waiting used))
-                               (= (sb-fiber::blocking-pool-idle used)
-                                  (length (sb-fiber::blocking-pool-threads used))))))
+        (is-true (wait-until (and (= 0 (sb-fiber::blocking-pool-waiting used))
+                                  (= (sb-fiber::blocking-pool-idle used)
+                                     (length (sb-fiber::blocking-pool-threads used)))))
             "~D of ~D threads are idle, ~D calls are waiting." (sb-fiber::blocking-pool-idle used)
             (length (sb-fiber::blocking-pool-threads used)) (sb-fiber::blocking-pool-waiting used))
         (is (<= (length (sb-fiber::blocking-pool-threads used)) limit))
@@ -41,10 +40,6 @@
 
 (defmacro with-pool ((&optional (limit 8)) &body body)
   `(call-with-pool (lambda () ,@body) ,limit))
-
-(defun eventually (predicate)
-  "Wait until PREDICATE is true; false if that takes too long."
-  (sb-ext:wait-for (funcall predicate) :timeout *patience*))
 
 ;;;; outcomes
 
@@ -186,13 +181,13 @@
     (with-group (group 2)               ; as long as there is one they are not dismissed
       (in-fibers 2 8 (lambda (i) (call-blocking (lambda () i))))
       (is (plusp (pool-threads)))
-      (is (eventually (lambda () (= 0 (pool-threads)))))
+      (is-true (wait-until (= 0 (pool-threads))))
       (is (= 5 (in-fiber () (call-blocking (lambda () 5))))))))
 
 (test idle-threads-are-dismissed-with-the-last-group
   (with-pool ()
     (in-fibers 2 8 (lambda (i) (call-blocking (lambda () i))))
-    (is (eventually (lambda () (= 0 (pool-threads)))))))
+    (is-true (wait-until (= 0 (pool-threads))))))
 
 (test calls-while-threads-are-dismissed
   (dolist (limit '(1 4))
@@ -227,7 +222,7 @@ call was unwound."
 (test terminated-fiber
   (with-pool (1)
     (with-abandoned-call (#'terminate-fiber)
-      (is (eventually (lambda () cleaned)))
+      (is-true (wait-until cleaned))
       ;; The thread does the next call.
       (is (= 7 (in-fiber () (call-blocking (lambda () 7))))))))
 
@@ -240,7 +235,7 @@ call was unwound."
         ;; The fiber has ended, the call has not.
         (is (not cleaned))
         (sb-thread:signal-semaphore go-on)
-        (is (eventually (lambda () cleaned)))
+        (is-true (wait-until cleaned))
         (is (= 7 (in-fiber () (call-blocking (lambda () 7)))))))))
 
 (test terminated-fiber-whose-call-is-queued
@@ -253,8 +248,7 @@ call was unwound."
               (second (spawn (group)
                         (sb-thread:wait-on-semaphore begun)
                         (call-blocking (lambda () (setf called t))))))
-          (is (eventually (lambda () (= 1 (sb-fiber::blocking-pool-waiting
-                                           sb-fiber::*blocking-pool*)))))
+          (is-true (wait-until (= 1 (sb-fiber::blocking-pool-waiting sb-fiber::*blocking-pool*))))
           (terminate-fiber second)
           (is (eq :abort (nth-value 1 (fiber-join second :default nil :timeout *patience*))))
           (sb-thread:signal-semaphore go-on)
@@ -286,7 +280,7 @@ call was unwound."
         (let ((fiber (spawn (group) (call-blocking (lambda ()
                                                      (sb-thread:wait-on-semaphore go-on) :done)))))
           (interrupt-fiber fiber (lambda () (setf interrupted sb-thread:*current-thread*)))
-          (is (eventually (lambda () interrupted)))
+          (is-true (wait-until interrupted))
           (is (eq fiber interrupted))
           (sb-thread:signal-semaphore go-on)
           (is (eq :done (join fiber))))))))

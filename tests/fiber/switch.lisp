@@ -28,9 +28,6 @@
       (sleep (opaque 1/10000))
       (fiber-yield)))
 
-(defun all-true-p (results)
-  (every (lambda (result) (eq result t)) results))
-
 ;;;; The variables themselves
 
 (test current-thread-is-the-fiber

@@ -17,9 +17,6 @@
   `(handler-case (progn ,@body)
      (error (condition) (type-of condition))))
 
-(defun wait-until-parked (fiber)
-  (loop until (eq :parked (fiber-state fiber)) do (thread-yield)))
-
 ;;; Another who holds a mutex until the body of the test has been executed.
 (defun call-with-held-mutex (kind carrier-count function)
   (let ((mutex (make-mutex)) (held (make-semaphore)) (done (make-semaphore)))

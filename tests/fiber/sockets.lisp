@@ -1,0 +1,321 @@
+;;;; Sockets: accepting, connecting, sets of them; SB-BSD-SOCKETS and usocket
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(load (merge-pathnames "support/descriptors.lisp" *load-truename*))
+
+(def-suite* sockets)
+
+;;;; SB-BSD-SOCKETS
+
+(defun serve-echo (listener)
+  "Accept one connection and send back each line."
+  (let* ((socket (socket-accept listener))
+         (stream (stream-of socket)))
+    (unwind-protect (loop for line = (read-line stream nil)
+                          while line do (send-line stream line))
+      (socket-close socket))))
+
+(defun talk-to-echo (socket i)
+  (unwind-protect (let ((stream (stream-of socket)))
+                    (loop for k below 20
+                          for line = (format nil "~D ~D" i k)
+                          always (progn (send-line stream line)
+                                        (string= line (read-line stream)))))
+    (socket-close socket)))
+
+(defun call-as (kind group function)
+  "Call FUNCTION in a fiber or in a thread; return a function that returns its value."
+  (ecase kind
+    (:fiber (let ((fiber (spawn (group) (funcall function))))
+              (lambda () (join fiber))))
+    (:thread (let ((thread (make-thread function)))
+               (lambda () (join-thread thread :timeout *patience*))))))
+
+;;; Prevents: O_NONBLOCK that a fiber has set, seen by a thread.
+(test echo-between-fibers-and-threads
+  (on-carriers (n)
+    (dolist (kinds '((:fiber :fiber) (:thread :fiber) (:fiber :thread)))
+      (with-group (group n)
+        (let* ((listener (listening-socket))
+               (port (port-of listener))
+               (servers (loop repeat 10
+                              collect (call-as (first kinds) group (lambda () (serve-echo listener)))))
+               (clients (loop for i below 10
+                              collect (let ((i i))
+                                        (call-as (second kinds) group
+                                                 (lambda () (talk-to-echo (connected-socket port) i)))))))
+          (is (all-true-p (mapcar #'funcall clients)) "~S" kinds)
+          (mapc #'funcall servers)
+          (socket-close listener))))))
+
+(test acceptors-of-both-kinds
+  (on-carriers (n :counts '(1 2))
+    (with-group (group n)
+      (let* ((listener (listening-socket))
+             (port (port-of listener))
+             (servers (loop for i below 12
+                            collect (call-as (if (evenp i) :fiber :thread) group
+                                             (lambda () (serve-echo listener))))))
+        (is (all-true-p (join-all (loop for i below 12
+                                        collect (let ((i i))
+                                                  (spawn (group) (talk-to-echo (connected-socket port) i)))))))
+        (mapc #'funcall servers)
+        (socket-close listener)))))
+
+(test local-sockets
+  (on-carriers (n)
+    (with-group (group n)
+      (uiop:with-temporary-file (:pathname file)
+        (let ((listener (make-instance 'local-socket :type :stream))
+              (name (format nil "~A.socket" (sb-ext:native-namestring file))))
+          (socket-bind listener name)
+          (socket-listen listener 10)
+          (let ((server (spawn (group) (serve-echo listener) :served))
+                (client (spawn (group)
+                          (let ((socket (make-instance 'local-socket :type :stream)))
+                            (socket-connect socket name)
+                            (talk-to-echo socket 1)))))
+            (is (equal '(t :served) (join-all (list client server)))))
+          (socket-close listener)
+          (delete-file name))))))
+
+(defun udp-socket ()
+  (let ((socket (make-instance 'inet-socket :type :datagram :protocol :udp)))
+    (socket-bind socket *loopback* 0)
+    socket))
+
+(test datagrams
+  (on-carriers (n)
+    (dolist (kind '(:fiber :thread))
+      (with-group (group n)
+        (let* ((a (udp-socket)) (b (udp-socket))
+               (server (call-as kind group
+                                (lambda ()
+                                  (loop repeat 30
+                                        do (multiple-value-bind (buffer length address port)
+                                               (socket-receive a nil 100 :element-type '(unsigned-byte 8))
+                                             (socket-send a buffer length :address (list address port))))))))
+          (is (eq t (join (spawn (group)
+                            (loop for i from 1 to 30
+                                  always (let ((data (octets i i)))
+                                           (socket-send b data i :address (list *loopback* (port-of a)))
+                                           (multiple-value-bind (buffer length)
+                                               (socket-receive b nil 100 :element-type '(unsigned-byte 8))
+                                             (and (= length i)
+                                                  (equalp data (subseq buffer 0 length))))))))))
+          (funcall server)
+          (socket-close a)
+          (socket-close b))))))
+
+;;; As in a thread: all or, at the end of the stream, what there is.
+(test receiving-all
+  (on-carriers (n :counts '(1 2))
+    (with-group (group n)
+      (with-sockets (a b)
+        (flet ((receive (length)
+                 (spawn (group) (nth-value 1 (socket-receive a nil length :waitall t
+                                                             :element-type '(unsigned-byte 8))))))
+          (let ((fiber (receive 10)))
+            (socket-send b (octets 4) 4)
+            (wait-until-parked fiber)
+            (socket-send b (octets 6) 6)
+            (is (eql 10 (join fiber))))
+          (let ((fiber (receive 10)))
+            (wait-until-parked fiber)
+            (socket-send b (octets 3) 3)
+            (socket-shutdown b :direction :output)
+            (is (eql 3 (join fiber)))))))))
+
+(defun poll-set (fds events milliseconds)
+  "How many entries poll(2) reports of FDS, each waited for with EVENTS, 1 for POLLIN or 2 for POLLPRI."
+  (let ((set (sb-alien:make-alien (sb-alien:unsigned 64) (length fds))))
+    (unwind-protect
+         (progn (loop for fd in fds
+                      for i from 0
+                      do (setf (sb-alien:deref set i) (logior fd (ash events 32))))
+                (sb-unix::unix-poll (sb-alien:cast set (* (sb-alien:struct sb-unix::pollfd)))
+                                    (length fds) milliseconds))
+      (sb-alien:free-alien set))))
+
+;;; Prevents: sets that are found to time out at once.
+(test poll-of-odd-sets
+  (on-carriers (n :counts '(1 2))
+    (with-group (group n)
+      (with-sockets (a b)
+        (let ((fd (socket-file-descriptor a)))
+          (flet ((waits-for-octet-p (fds events octets)
+                   (let ((fiber (wait-until-parked (spawn (group) (poll-set fds events 3600000)))))
+                     (socket-send b (octets 1) 1)
+                     (prog1 (eql octets (join fiber))
+                       (socket-receive a nil 1 :element-type '(unsigned-byte 8))))))
+            (is (waits-for-octet-p (list fd fd) 1 2))
+            (is (waits-for-octet-p (list fd fd fd) 1 3)))
+          ;; There is something to read, but nothing exceptional.
+          (socket-send b (octets 1) 1)
+          (let ((fiber (wait-until-parked (spawn (group) (poll-set (list fd) 2 3600000)))))
+            (terminate-fiber fiber)
+            (is (eq :aborted (fiber-join fiber :default :aborted)))))))))
+
+;;; Prevents: flags of another file being changed, which has got the number meanwhile.
+(test closed-while-connecting
+  (with-group (group 1)
+    (let* ((listener (let ((socket (make-instance 'inet-socket :type :stream :protocol :tcp)))
+                       (socket-bind socket *loopback* 0)
+                       (socket-listen socket 0)
+                       socket))
+           (port (port-of listener))
+           (fillers (loop repeat 4
+                          collect (let ((socket (make-instance 'inet-socket :type :stream :protocol :tcp)))
+                                    (setf (non-blocking-mode socket) t)
+                                    (ignore-errors (socket-connect socket *loopback* port))
+                                    socket)))
+           (socket (make-instance 'inet-socket :type :stream :protocol :tcp))
+           (fd (socket-file-descriptor socket))
+           (connector (wait-until-parked (spawn (group) (handler-case (socket-connect socket *loopback* port)
+                                                          (error () :error)))))
+           (other (join (spawn (group)
+                          (socket-close socket)
+                          (let ((other (make-instance 'inet-socket :type :stream :protocol :tcp)))
+                            (setf (non-blocking-mode other) t)
+                            other)))))
+      (is (= fd (socket-file-descriptor other)))
+      (is (eq :error (join connector)))
+      (is (non-blocking-mode other))
+      (mapc #'socket-close (list* other listener fillers)))))
+
+;;; SOCKET-SEND sends all, as in a thread.
+(test sending-more-than-fits
+  (with-group (group 1)
+    (with-sockets (a b)
+      (let* ((data (octets 5000000))
+             (sender (spawn (group) (socket-send a data (length data)))))
+        (wait-until-parked sender)
+        (let ((buffer (make-array 5000000 :element-type '(unsigned-byte 8))))
+          (is (= 5000000 (read-sequence buffer (stream-of b :element-type '(unsigned-byte 8)))))
+          (is (equalp buffer data)))
+        (is (= 5000000 (join sender)))))))
+
+(test connection-refused
+  (on-carriers (n)
+    (let* ((listener (listening-socket))
+           (port (port-of listener)))
+      (socket-close listener)
+      (is (eq :refused (in-fiber (n)
+                         (handler-case (connected-socket port)
+                           (sb-bsd-sockets:connection-refused-error () :refused))))))))
+
+;;; A mode that the user has chosen is his; what we set is not seen.
+(test non-blocking-mode
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((listener (listening-socket)))
+        (setf (non-blocking-mode listener) t)
+        (is (equal '(nil t) (join (spawn (group)
+                                    (list (socket-accept listener) (non-blocking-mode listener))))))
+        (setf (non-blocking-mode listener) nil)
+        (is (equal '(t nil nil)
+                   (let ((acceptor (spawn (group)
+                                     (let ((socket (socket-accept listener)))
+                                       (list (typep socket 'sb-bsd-sockets:socket)
+                                             (non-blocking-mode listener)
+                                             (non-blocking-mode socket))))))
+                     (wait-until-parked acceptor)
+                     (is (eq nil (non-blocking-mode listener)))
+                     (let ((client (connected-socket (port-of listener))))
+                       (prog1 (join acceptor)
+                         (socket-close client))))))
+        ;; after a fiber has accepted, a thread still waits
+        (let ((thread (make-thread (lambda () (typep (socket-accept listener) 'sb-bsd-sockets:socket)))))
+          (loop repeat 10 do (thread-yield))
+          (let ((client (connected-socket (port-of listener))))
+            (is (eq t (join-thread thread :timeout *patience*)))
+            (socket-close client)))
+        (socket-close listener))
+      (with-sockets (a b)
+        (setf (non-blocking-mode a) t)
+        (is (equal '(nil t) (join (spawn (group) (list (socket-receive a nil 10) (non-blocking-mode a))))))
+        (setf (non-blocking-mode a) nil)
+        (let ((reader (spawn (group) (nth-value 1 (socket-receive a nil 10)))))
+          (wait-until-parked reader)
+          (is (eq nil (non-blocking-mode a)))
+          (socket-send b "1234" 4)
+          (is (= 4 (join reader))))
+        (is (equal '(nil nil) (join (spawn (group)
+                                      (list (socket-receive a nil 10 :dontwait t)
+                                            (non-blocking-mode a))))))))))
+
+;;;; usocket
+
+(defun usocket-pair ()
+  (let* ((listener (usocket:socket-listen "127.0.0.1" 0))
+         (a (usocket:socket-connect "127.0.0.1" (usocket:get-local-port listener)))
+         (b (usocket:socket-accept listener)))
+    (usocket:socket-close listener)
+    (list a b)))
+
+(test wait-for-input-of-one
+  (on-carriers (n)
+    (with-group (group n)
+      (destructuring-bind (a b) (usocket-pair)
+        (is (equal '(nil nil)
+                   (join (spawn (group)
+                           (list (usocket:wait-for-input a :timeout 0 :ready-only t)
+                                 (usocket:wait-for-input a :timeout 1/100 :ready-only t))))))
+        (let ((waiter (spawn (group) (usocket:wait-for-input a :ready-only t))))
+          (wait-until-parked waiter)
+          (send-line (usocket:socket-stream b) "x")
+          (is (equal (list a) (join waiter))))
+        (is (string= "x" (join (spawn (group) (read-line (usocket:socket-stream a))))))
+        (mapc #'usocket:socket-close (list a b))))))
+
+(test wait-for-input-of-several
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((pairs (loop repeat 5 collect (usocket-pair)))
+             (ours (mapcar #'first pairs))
+             (theirs (mapcar #'second pairs)))
+        (flet ((wait (timeout)
+                 (spawn (group) (usocket:wait-for-input ours :timeout timeout :ready-only t))))
+          (is (null (join (wait 1/100))))
+          (is (null (join (wait 0))))
+          (dotimes (i 5)
+            (let ((waiter (wait 30)))
+              (wait-until-parked waiter)
+              (send-line (usocket:socket-stream (nth i theirs)) "x")
+              (is (equal (list (nth i ours)) (join waiter)))
+              (is (string= "x" (join (spawn (group) (read-line (usocket:socket-stream (nth i ours)))))))))
+          (send-line (usocket:socket-stream (first theirs)) "x")
+          (send-line (usocket:socket-stream (third theirs)) "x")
+          (is (null (set-exclusive-or (list (first ours) (third ours)) (join (wait 30))))))
+        (mapc #'usocket:socket-close (append ours theirs))))))
+
+(test usocket-server
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((listener (usocket:socket-listen "127.0.0.1" 0 :backlog 100))
+             (port (usocket:get-local-port listener))
+             (server (spawn (group)
+                       (loop repeat 30
+                             do (usocket:wait-for-input listener)
+                                (let ((socket (usocket:socket-accept listener)))
+                                  (spawn (group)
+                                    (let ((stream (usocket:socket-stream socket)))
+                                      (send-line stream (read-line stream))
+                                      (usocket:socket-close socket))))))))
+        (is (all-true-p
+             (join-all (loop for i below 30
+                             collect (let ((line (format nil "~D" i)))
+                                       (spawn (group)
+                                         (usocket:with-client-socket (socket stream "127.0.0.1" port)
+                                           (send-line stream line)
+                                           (string= line (read-line stream)))))))))
+        (join server)
+        (usocket:socket-close listener)))))
