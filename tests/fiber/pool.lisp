@@ -204,15 +204,15 @@
 
 ;;;; unwinding the fiber
 
-(defmacro with-abandoned-call ((how &key (call '(loop (sleep 1)))) &body body)
-  "A call that is abandoned by HOW, a function of the fiber; then BODY, where CLEANED is true if the
-call was unwound."
+(defmacro with-abandoned-call ((how &key (around 'progn) (call '(loop (sleep 1)))) &body body)
+  "A CALL in AROUND that is abandoned by HOW, a function of the fiber; then BODY, where CLEANED is true
+if the call was unwound."
   `(let ((begun (sb-thread:make-semaphore)) (cleaned nil))
      (with-group (group 2)
        (let ((fiber (spawn (group)
                       (call-blocking (lambda ()
-                                       (unwind-protect (progn (sb-thread:signal-semaphore begun)
-                                                              ,call)
+                                       (unwind-protect (,around (sb-thread:signal-semaphore begun)
+                                                                ,call)
                                          (setf cleaned t)))))))
          (is-true (sb-thread:wait-on-semaphore begun :timeout *patience*))
          (funcall ,how fiber)
@@ -229,9 +229,8 @@ call was unwound."
 (test terminated-fiber-whose-call-cannot-be-interrupted
   (with-pool (1)
     (let ((go-on (sb-thread:make-semaphore)))
-      (with-abandoned-call (#'terminate-fiber
-                            :call (sb-sys:without-interrupts
-                                    (sb-thread:wait-on-semaphore go-on)))
+      (with-abandoned-call (#'terminate-fiber :around sb-sys:without-interrupts
+                                               :call (sb-thread:wait-on-semaphore go-on))
         ;; The fiber has ended, the call has not.
         (is (not cleaned))
         (sb-thread:signal-semaphore go-on)
