@@ -15,7 +15,8 @@
 ;;; stack, it gives its scheduler away: what it waits for may be done by a fiber of that very
 ;;; scheduler. The group keeps a spare carrier ready, asleep on its alarm, because a thread cannot
 ;;; be made at this point: MAKE-THREAD takes locks. It keeps the scheduler; the old
-;;; carrier becomes a spare once its fiber parks.
+;;; carrier becomes a spare once its fiber parks. From a carrier that is stuck elsewhere the
+;;; monitor takes the scheduler away, see fiber-monitor.lisp.
 
 ;;; A handler that is deferred sets the alarm, too: nothing else would end the sleep that follows.
 (define-alien-routine ("fiber_sleep_on" %sleep-on) void (word unsigned))
@@ -40,10 +41,10 @@
       (when (and (not (eql object 0)) (eq (cas (svref places i) object 0) object))
         (return object)))))
 
-(defun ring-manager (group)
-  (when (= (cas (fiber-group-manager-alarm group) 0 1) 0)
+(defun ring-monitor (group)
+  (when (= (cas (fiber-group-monitor-alarm group) 0 1) 0)
     (with-pinned-objects (group)
-      (%futex-wake (fiber-group-manager-alarm-address group) 1))))
+      (%futex-wake (fiber-group-monitor-alarm-address group) 1))))
 
 (defun all-free-p (places)
   (declare (simple-vector places))
@@ -60,19 +61,31 @@ who do so at a time the second sees both."
         (unless spare (return))
         (let ((orphan (take-from-place orphans)))
           (cond (orphan
-                 (setf (carrier-scheduler (truly-the carrier spare)) orphan)
+                 (setf (carrier-scheduler (truly-the carrier spare)) orphan
+                       (carrier-spare (truly-the carrier spare)) :taken)
                  (wake-carrier spare))
-                (t (put-in-place spares spare))))))))
+                (t (put-spare-back group spare))))))))
+
+(defun detach-scheduler (carrier)
+  "Let CARRIER have no scheduler; return the one that it had, or NIL. Only one gets it."
+  (loop
+    (let ((scheduler (carrier-scheduler carrier)))
+      (when (or (null scheduler)
+                (eq (cas (carrier-scheduler carrier) scheduler nil) scheduler))
+        (return scheduler)))))
+
+(defun pass-scheduler-on (group scheduler)
+  "Let a spare of GROUP serve SCHEDULER, which nobody uses."
+  (put-in-place (fiber-group-orphans group) scheduler)
+  (place-orphans group)
+  (ring-monitor group))
 
 (defun give-scheduler-away (carrier)
   "Let a spare of the group serve the scheduler of CARRIER, which is going to block."
-  (let ((scheduler (carrier-scheduler carrier))
-        (group (truly-the fiber-group (carrier-group carrier))))
-    (when scheduler
-      (setf (carrier-scheduler carrier) nil)
-      (put-in-place (fiber-group-orphans group) scheduler)
-      (place-orphans group)
-      (ring-manager group))))
+  (without-interruptions
+    (let ((scheduler (detach-scheduler carrier)))
+      (when scheduler
+        (pass-scheduler-on (truly-the fiber-group (carrier-group carrier)) scheduler)))))
 
 (defun announce-blocking ()
   "This thread is going to block in the kernel, perhaps until some fiber has run."
@@ -83,21 +96,59 @@ who do so at a time the second sees both."
           (scheduler-bug "fiber scheduler code waits for a lock"))
         (give-scheduler-away carrier)))))
 
-(defun idle-as-spare (carrier group)
-  "Sleep until there is a scheduler for CARRIER, or a fiber in its inbox."
+;;; The slot SPARE of a carrier, while it has no scheduler and runs nothing:
+;;;
+;;;   NIL     -> :LISTED   the carrier, before it puts itself into a place of SPARES
+;;;   :LISTED -> :TAKEN    who has taken it out of there, and given it a scheduler
+;;;   :LISTED -> :RETIRED  the monitor, who has taken it out of there: it is to end
+;;;   :LISTED -> NIL       the carrier, having taken itself out, since there is something in its inbox
+;;;   :TAKEN  -> NIL       the carrier
+;;;
+;;; Whoever takes a spare out wakes it, also if he has put it back: it may have tried to take itself out.
+
+(defun carrier-to-end-p (carrier group)
+  (or (eq (fiber-group-state group) :stopped) (eq (carrier-spare carrier) :retired)))
+
+(defun put-spare-back (group spare)
+  (put-in-place (fiber-group-spares group) spare)
+  (wake-carrier spare))
+
+(defun list-spare (carrier group)
+  (change-turn carrier)
+  (setf (carrier-spare carrier) :listed)
   (put-in-place (fiber-group-spares group) carrier)
   (place-orphans group)
-  ;; It may have seen this spare, which has got a scheduler now, and think that there is one for the
-  ;; next orphan.
-  (ring-manager group)
-  (loop until (or (carrier-scheduler carrier) (eq (fiber-group-state group) :stopped))
-        do (run-inbox carrier)
-           (run-pending-handlers carrier)
-           (sleep-on-alarm carrier)))
+  ;; The monitor may have seen this spare, which has got a scheduler now, and think that there is one for
+  ;; the next orphan; or it may be asleep, and there are more than are needed.
+  (ring-monitor group))
+
+(defun unlist-spare (carrier group)
+  "Return false if CARRIER is not in a place any more."
+  (let ((spares (fiber-group-spares group)))
+    (dotimes (i (length spares))
+      (when (eq (cas (svref spares i) carrier 0) carrier) (return t)))))
+
+;;; With a scheduler, it is over when somebody says so who has written the scheduler before, and writes nothing
+;;; more here. The monitor may have taken the scheduler away by then; if so the carrier comes back.
+;;; A spare that ran a fiber while it is listed would be given a scheduler that nobody serves meanwhile.
+(defun idle-as-spare (carrier group)
+  "Sleep until CARRIER has been given a scheduler, or there is something else to do."
+  (list-spare carrier group)
+  (loop until (or (eq (carrier-spare carrier) :taken)
+                  (carrier-to-end-p carrier group)
+                  (and (or (carrier-inbox carrier) (handlers-wait-p))
+                       (unlist-spare carrier group)))
+        do (sleep-on-alarm carrier))
+  (change-turn carrier)
+  (unless (eq (carrier-spare carrier) :retired)
+    (setf (carrier-spare carrier) nil)))
 
 (defun carrier-loop (carrier)
   (let ((group (truly-the fiber-group (carrier-group carrier))))
-    (loop until (eq (fiber-group-state group) :stopped)
-          do (if (carrier-scheduler carrier)
-                 (serve-scheduler carrier)
-                 (idle-as-spare carrier group)))))
+    (loop until (carrier-to-end-p carrier group)
+          do (cond ((carrier-scheduler carrier)
+                    (serve-scheduler carrier))
+                   (t
+                    (run-inbox carrier)
+                    (run-pending-handlers carrier)
+                    (idle-as-spare carrier group))))))

@@ -65,30 +65,14 @@
 
 (defun start-carrier (group scheduler)
   (let ((carrier (%make-carrier group)))
-    (setf (carrier-scheduler carrier) scheduler)
-    (push (make-carrier-thread "fiber carrier" #'run-carrier carrier)
-          (fiber-group-carriers group))))
+    (setf (carrier-scheduler carrier) scheduler
+          (carrier-thread carrier) (make-carrier-thread "fiber carrier" #'run-carrier carrier))
+    (push carrier (fiber-group-carriers group))))
 
 ;;; Ephemeral, so that it neither keeps the image from exiting nor is asked to unwind.
 (defun make-carrier-thread (name function argument)
   (sb-thread::with-system-mutex (sb-thread::*make-thread-lock*)
     (sb-thread::make-system-thread name function (list argument) nil)))
-
-(defconstant max-spare-carriers 64)
-
-(defun need-spare-p (group)
-  (and (all-free-p (fiber-group-spares group))
-       (< (length (fiber-group-carriers group))
-          (+ max-spare-carriers (length (fiber-group-schedulers group))))))
-
-(defun run-manager (group)
-  "Keep a spare carrier ready until GROUP is stopped."
-  (loop
-    (when (eq (fiber-group-state group) :stopped) (return))
-    (when (need-spare-p group) (start-carrier group nil))
-    (with-pinned-objects (group)
-      (wait-natively (fiber-group-manager-alarm-address group) 0 -1 0))
-    (setf (fiber-group-manager-alarm group) 0)))
 
 ;;;; groups
 
@@ -136,8 +120,8 @@ registered; there is :ONE-SHOT. NAME is for printing."
     (setf (fiber-group-schedulers group) (make-schedulers group n))
     (loop for scheduler across (fiber-group-schedulers group)
           do (start-carrier group scheduler))
-    (setf (fiber-group-manager group)
-          (make-carrier-thread "fiber carrier manager" #'run-manager group))
+    (setf (fiber-group-monitor group)
+          (make-carrier-thread "fiber monitor" #'run-monitor group))
     (atomic-push group *groups*)
     group))
 
@@ -194,13 +178,15 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
   "End the carriers of GROUP, of which no fiber is alive."
   (cas *default-group* group nil)
   (when (stop-state group)
-    (ring-manager group)
-    (sb-thread:join-thread (fiber-group-manager group) :default nil)
+    (ring-monitor group)
+    (sb-thread:join-thread (fiber-group-monitor group) :default nil)
     (loop for scheduler across (fiber-group-schedulers group)
           do (wake-poller (scheduler-poller scheduler)))
     (loop for spare across (fiber-group-spares group)
           unless (eql spare 0) do (wake-carrier spare))
-    (dolist (thread (fiber-group-carriers group))
+    (dolist (carrier (fiber-group-carriers group))
+      (sb-thread:join-thread (carrier-thread carrier) :default nil))
+    (dolist (thread (fiber-group-retired group))
       (sb-thread:join-thread thread :default nil))
     (loop for scheduler across (fiber-group-schedulers group)
           do (free-poller (scheduler-poller scheduler) #'any-poller))

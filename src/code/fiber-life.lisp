@@ -145,6 +145,7 @@ that runs no fiber this is PROGN."
 ;;; a fiber without any stack left is cut back to.
 (defun %run-fiber ()
   (after-switch)
+  (end-scheduling (truly-the carrier *carrier*))
   (let ((fiber (truly-the fiber *current-thread*)))
     (catch 'fiber-lost
       (setf (context-word (context-of fiber) base-catch-block)

@@ -41,6 +41,7 @@
 ;;;;   fiber-inspect  looking into a fiber from outside
 ;;;;   fiber-alarm    timers of fibers
 ;;;;   fiber-pool     threads that make the calls which cannot park
+;;;;   fiber-monitor  who sees that a carrier is stuck, and takes its scheduler away
 ;;;;   fiber-process  waiting for child processes
 ;;;; The switch itself is assembly/x86-64/fiber.
 ;;;;
@@ -142,7 +143,9 @@
   (poller nil :type poller :read-only t)
   (queue (make-run-queue) :type run-queue :read-only t)
   (deadlines (make-deadline-heap) :type deadline-heap :read-only t)
-  (turns 0 :type fixnum))
+  (turns 0 :type fixnum)
+  ;; How often it has taken work from others.
+  (steals 0 :type fixnum))
 (declaim (freeze-type scheduler))
 
 (defstruct (carrier (:constructor %make-carrier (group))
@@ -152,8 +155,20 @@
   (context 0 :type word)
   ;; What it works from. A carrier without one is a spare, or runs the fiber that blocked it.
   (scheduler nil :type (or null scheduler))
+  ;; Odd while it uses its scheduler, even while a fiber or a handler runs: then the monitor may
+  ;; take the scheduler away. Grows by two in each switch.
+  (turn 1 :type (and unsigned-byte fixnum))
+  ;; What the monitor has seen: the turn, since when, and the processor time used by then.
+  (seen-turn 0 :type (and unsigned-byte fixnum))
+  (seen-since 0 :type fixnum)
+  (seen-time 0 :type fixnum)
+  ;; The turn in which it was found to be stuck.
+  (stuck-turn 0 :type (and unsigned-byte fixnum))
   ;; Fibers that only this carrier may run, a chain through NEXT, last in first.
   (inbox nil)
+  ;; :LISTED if it is a spare, :TAKEN once it has been given a scheduler, until it has seen that,
+  ;; :RETIRED if it is to end.
+  (spare nil :type symbol)
   ;; What a spare sleeps on: 1 when there may be something for it.
   (alarm 0 :type word)
   ;; True while it runs handlers on its own stack, which may wait.
@@ -180,9 +195,18 @@
   ;; Places for spare carriers, and for schedulers that found none; 0 is a free place.
   (spares (make-array 256 :initial-element 0) :type simple-vector :read-only t)
   (orphans (make-array max-pollers :initial-element 0) :type simple-vector :read-only t)
-  ;; What the manager sleeps on, who sees to it that there is a spare.
-  (manager-alarm 0 :type word)
-  (manager nil)
+  ;; What the monitor sleeps on, who sees to it that there is a spare.
+  (monitor-alarm 0 :type word)
+  ;; 1 while it sleeps until somebody says that a carrier is awake
+  (monitor-asleep 0 :type word)
+  (monitor nil)
+  ;; How many carriers have been found stuck; the turns of those that have ended.
+  (stuck 0 :type fixnum)
+  (past-turns 0 :type (and unsigned-byte fixnum))
+  ;; Threads of spares that have been told to end.
+  (retired '() :type list)
+  ;; How often the monitor has looked since it found one stuck.
+  (quiet-looks 0 :type fixnum)
   ;; :RUNNING; :ABORTING when no more fibers are wanted; :STOPPED when carriers are to end
   (state :running :type symbol))
 (declaim (freeze-type fiber-group))
@@ -220,8 +244,8 @@
   (alien-funcall (extern-alien "futex_wake" (function int unsigned unsigned-long)) address n))
 
 (define-structure-slot-addressor carrier-alarm-address :structure carrier :slot alarm)
-(define-structure-slot-addressor fiber-group-manager-alarm-address
-  :structure fiber-group :slot manager-alarm)
+(define-structure-slot-addressor fiber-group-monitor-alarm-address
+  :structure fiber-group :slot monitor-alarm)
 
 ;;;; making a fiber runnable
 
@@ -300,6 +324,29 @@ and return it, or NIL."
         (when (injector-first injector) (wake-one-idle group))
         fiber))))
 
+;;; A run queue has one owner, the carrier that serves it. Here it says that it is
+;;; going to use the queue, and when that is over, see fiber-monitor.lisp. With interrupts off.
+(declaim (inline begin-scheduling end-scheduling))
+(defun begin-scheduling (carrier)
+  (setf (carrier-turn carrier) (truly-the (and unsigned-byte fixnum) (1+ (carrier-turn carrier)))))
+(defun end-scheduling (carrier)
+  (setf (carrier-turn carrier) (truly-the (and unsigned-byte fixnum) (1+ (carrier-turn carrier)))))
+
+(defun change-turn (carrier)
+  (end-scheduling carrier)
+  (begin-scheduling carrier))
+
+(defmacro with-own-scheduler (&body body)
+  "Execute BODY while nobody takes the scheduler of this carrier, if it is one, away."
+  `(let ((carrier *carrier*))
+     (if carrier
+         (let* ((carrier (truly-the carrier carrier))
+                (turn (carrier-turn carrier)))
+           (setf (carrier-turn carrier) (logior turn 1))
+           (prog1 (progn ,@body)
+             (setf (carrier-turn carrier) turn)))
+         (progn ,@body))))
+
 (declaim (inline my-scheduler))
 (defun my-scheduler (group)
   "The scheduler that this thread serves, if it is one of GROUP."
@@ -317,11 +364,13 @@ and return it, or NIL."
         (let ((home (truly-the carrier home)))
           (push-chain (carrier-inbox home) fiber)
           (wake-carrier home))
-        (let ((mine (my-scheduler group)))
-          (cond ((and mine (not *force-migration*) (run-queue-put (scheduler-queue mine) fiber))
-                 (barrier (:memory))
-                 (call-for-help group))
-                (t (inject group fiber)))))))
+        (cond ((with-own-scheduler
+                 (let ((mine (my-scheduler group)))
+                   (and mine (not *force-migration*)
+                        (run-queue-put (scheduler-queue mine) fiber))))
+               (barrier (:memory))
+               (call-for-help group))
+              (t (inject group fiber))))))
 
 ;;;; parking and unparking
 
@@ -414,7 +463,7 @@ what is to become of the fiber: :YIELD, :PARK or :END. With interrupts off. Retu
 it is resumed."
   (let* ((carrier (truly-the carrier *carrier*))
          (fiber (truly-the fiber *current-thread*))
-         (scheduler (carrier-scheduler carrier))
+         (scheduler (progn (begin-scheduling carrier) (carrier-scheduler carrier)))
          (masked (and (live-signal-context-p) (put-back-signal-mask)))
          (next (and scheduler (next-in-turn carrier scheduler))))
     (setf (carrier-predecessor carrier) fiber
@@ -425,6 +474,7 @@ it is resumed."
         (mount carrier (context-of fiber) (truly-the fiber next))
         (%switch-context (context-of fiber) (int-sap (carrier-context carrier))))
     (after-switch)
+    (end-scheduling (truly-the carrier *carrier*))
     (when masked (restore-signal-mask))
     nil))
 
@@ -531,7 +581,10 @@ return that, or NIL if there is none."
       (let ((victim (truly-the scheduler (svref all (rem (+ start i 1) n)))))
         (unless (eq victim scheduler)
           (let ((fiber (run-queue-steal (scheduler-queue victim) (scheduler-queue scheduler))))
-            (when fiber (return fiber))))))))
+            (when fiber
+              (setf (scheduler-steals scheduler)
+                    (truly-the fixnum (1+ (scheduler-steals scheduler))))
+              (return fiber))))))))
 
 (defun look-around (scheduler)
   "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or NIL."
@@ -623,8 +676,9 @@ their processors from those who work."
     (setf (poller-sleep poller) 1)
     (enter-idle group bit)              ; a full barrier, see the head of this file
     (collect-reports scheduler (if (something-to-do-p carrier scheduler) 0 (time-to-sleep scheduler)))
-    (leave-idle group bit)
-    (setf (poller-sleep poller) 0)))
+    (leave-idle group bit)              ; a full barrier, see DOZE
+    (setf (poller-sleep poller) 0)
+    (unless (= (fiber-group-monitor-asleep group) 0) (rouse-monitor group))))
 
 (defun run-on-carrier (carrier fiber)
   "Run FIBER, and those that follow without returning here."
@@ -645,12 +699,14 @@ their processors from those who work."
 (defun run-pending-handlers (carrier)
   (when (handlers-wait-p)
     (setf (carrier-handling carrier) t)
+    (end-scheduling carrier)
     (catch 'sb-impl::%end-of-the-world
       (unless (eq :done (catch 'sb-thread::%abort-thread (receive-signals) :done))
         ;; Fibers that are pinned to this carrier could never run again.
         (warn "~@<~S runs fibers and is not ended by this; FINISH-FIBERS ends it.~:@>"
               *current-thread*)))
     (when *exit-in-progress* (exit-by-thread)) ; SIGTERM, for instance
+    (begin-scheduling carrier)
     (setf (carrier-handling carrier) nil)))
 
 (defun receive-signals ()

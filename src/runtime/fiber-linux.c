@@ -23,6 +23,8 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/select.h>
@@ -423,6 +425,41 @@ int fiber_processor_count()
     long quota = quota_of_cgroup();
     if (quota > 0 && quota < count) count = quota;
     return count < 1 ? 1 : (int)count;
+}
+
+#define MEMBARRIER_PRIVATE_EXPEDITED 8
+#define MEMBARRIER_REGISTER_PRIVATE_EXPEDITED 16
+
+/* When this returns, all running threads of the process have executed a full barrier. -1 if the
+ * kernel cannot do that, before Linux 4.14. */
+int fiber_barrier_everywhere()
+{
+    if (!syscall(SYS_membarrier, MEMBARRIER_PRIVATE_EXPEDITED, 0, 0)) return 0;
+    if (syscall(SYS_membarrier, MEMBARRIER_REGISTER_PRIVATE_EXPEDITED, 0, 0)) return -1;
+    return syscall(SYS_membarrier, MEMBARRIER_PRIVATE_EXPEDITED, 0, 0);
+}
+
+/* Nanoseconds of processor time that the thread TID of this process has used. */
+int64_t fiber_thread_time(int tid)
+{
+    struct timespec t;
+    clockid_t clock = ~(clockid_t)tid << 3 | 6; // as pthread_getcpuclockid() makes it
+    return clock_gettime(clock, &t) ? 0 : (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Does the thread TID of this process wait in the kernel? 0 if it has a processor or
+ * could use one; 1 also if that cannot be found out. */
+int fiber_thread_waits(int tid)
+{
+    char name[64], line[512];
+    snprintf(name, sizeof name, "/proc/self/task/%d/stat", tid);
+    int fd = open(name, O_RDONLY|O_CLOEXEC);
+    if (fd < 0) return 1;
+    ssize_t n = read(fd, line, sizeof line - 1);
+    close(fd);
+    line[n < 0 ? 0 : n] = 0;
+    char* end = strrchr(line, ')'); // of the thread's name
+    return !end || end[1] == 0 || end[2] != 'R';
 }
 
 #endif

@@ -774,7 +774,7 @@
 ;;; As for a thread; the fiber that is mounted just then must not notice.
 (test interrupt-a-carrier
   (on-carriers (n)
-    (with-group (group n)
+    (with-group-of-same-carriers (group n)
       (let* ((stop nil) (count (list 0))
              (fibers (loop for i below 5
                            collect (let ((i i))
@@ -783,7 +783,8 @@
                                          (loop until stop do (fiber-yield))
                                          *print-base*)))))
              (carriers (remove-if-not #'sb-thread:thread-alive-p
-                                      (sb-fiber::fiber-group-carriers group))))
+                                      (mapcar #'sb-fiber::carrier-thread
+                                              (sb-fiber::fiber-group-carriers group)))))
         (dolist (carrier carriers)
           (sb-thread:interrupt-thread carrier (lambda () (sb-ext:atomic-incf (car count)))))
         (loop repeat 20 do (sb-thread:thread-yield))

@@ -725,6 +725,7 @@ was put."
 (defmacro with-short-searches (&body body)
   "A search that finds nothing is not repeated, and looks at two places at most."
   `(with-changes (("SEARCH-ELSEWHERE" "4" "1" "50" "1")
+                  ("UNLIST-SPARE" "(length spares)" "1")
                   ("PUT-IN-PLACE" "(length places)" "1")
                   ("TAKE-FROM-PLACE" "(length places)" "1"))
      ,@body))
@@ -763,9 +764,38 @@ was put."
             (spare (make-test-carrier group))
             (ran 0))
       (("blocked" (steps::give-scheduler-away blocked))
-       ("spare" (steps::put-in-place (sb-fiber::fiber-group-spares group) spare)
-                (steps::idle-as-spare spare group)
-                (steps::serve-scheduler spare))
+       ("spare" (steps::carrier-loop spare))
+       ("waker" (steps::queue-fiber (make-runnable-fiber group (lambda () (incf ran)) spare))))
+    (ran-problem ran 1)))
+
+;;; A spare that runs a fiber cannot serve a scheduler that it is given.
+(defparameter *give-to-who-runs-a-fiber*
+  (history ((group (make-test-group 1))
+            (blocked (make-test-carrier group 0))
+            (spare (make-test-carrier group)))
+      (("blocked" (steps::give-scheduler-away blocked))
+       ("waker" (steps::queue-fiber
+                 (make-runnable-fiber
+                  group
+                  (lambda ()
+                    (unless (steps::carrier-scheduler spare)
+                      (when (steps::carrier-scheduler spare)
+                        (fail-history "Who runs a fiber is given a scheduler."))))
+                  spare)))
+       ("spare" (steps::carrier-loop spare)))
+    nil))
+
+;;; Who has taken a spare finds no scheduler for it. Meanwhile a fiber has come home to it.
+(defparameter *put-back*
+  (history ((group (make-test-group 1))
+            (blocked (make-test-carrier group 0))
+            (spare (make-test-carrier group))
+            (ran 0))
+      (("blocked" (steps::put-in-place (sb-fiber::fiber-group-orphans group)
+                                       (steps::detach-scheduler blocked))
+                  (steps::take-from-place (sb-fiber::fiber-group-orphans group)))
+       ("placer" (steps::place-orphans group))
+       ("spare" (steps::carrier-loop spare))
        ("waker" (steps::queue-fiber (make-runnable-fiber group (lambda () (incf ran)) spare))))
     (ran-problem ran 1)))
 
@@ -801,19 +831,19 @@ was put."
             (spare (make-test-carrier group)))
       (("blocked" (steps::give-scheduler-away blocked))
        ("spare" (steps::carrier-loop spare))
-       ("manager" (steps::run-manager group))
+       ("monitor" (steps::run-monitor group))
        ("new" (be-new-carrier)))
     (problem (not (eql 0 (svref (sb-fiber::fiber-group-orphans group) 0)))
              "Nobody serves the scheduler.")))
 
-;;; The first new carrier is a spare when the manager looks, and then it is none.
+;;; The first new carrier is a spare when the monitor looks, and then it is none.
 (defparameter *give-two-away*
   (history ((group (make-test-group 2))
             (first (make-test-carrier group 0))
             (second (make-test-carrier group 1)))
       (("first" (steps::give-scheduler-away first))
        ("second" (steps::give-scheduler-away second))
-       ("manager" (steps::run-manager group))
+       ("monitor" (steps::run-monitor group))
        ("new" (be-new-carrier))
        ("newer" (be-new-carrier)))
     (problem (find 0 (sb-fiber::fiber-group-orphans group) :test-not #'eql)
@@ -821,6 +851,7 @@ was put."
 
 (defmacro with-two-places (&body body)
   `(with-changes (("SEARCH-ELSEWHERE" "4" "1" "50" "1")
+                  ("UNLIST-SPARE" "(length spares)" "2")
                   ("PUT-IN-PLACE" "(length places)" "2")
                   ("TAKE-FROM-PLACE" "(length places)" "2"))
      ,@body))
@@ -886,6 +917,24 @@ was put."
     (holds *share* :switches 2)
     (holds *give-away* :switches 1)))
 
+(test no-scheduler-is-given-to-who-runs-a-fiber
+  (with-short-searches
+    (holds *give-to-who-runs-a-fiber* :switches 2)))
+
+(test bug-a-spare-that-runs-fibers
+  (with-short-searches
+    (with-changes (("IDLE-AS-SPARE" "(unlist-spare carrier group)" "(run-inbox carrier)"))
+      (fails *give-to-who-runs-a-fiber*))))
+
+(test a-spare-that-is-put-back-looks-at-its-inbox
+  (with-short-searches
+    (holds *put-back* :switches 2)))
+
+(test bug-putting-a-spare-back-to-sleep
+  (with-short-searches
+    (with-changes (("PUT-SPARE-BACK" "(wake-carrier spare)" "nil"))
+      (fails *put-back* :switches 2))))
+
 (test no-carrier-sleeps-longer-than-a-deadline
   (with-short-searches
     (holds *deadline-for-another* :store-buffers t)))
@@ -926,31 +975,18 @@ was put."
 
 (test bug-clearing-the-alarm-after-looking
   (with-short-searches
-    (with-changes (("IDLE-AS-SPARE"
-                    "(loop until (or (carrier-scheduler carrier)
-                                     (eq (fiber-group-state group) :stopped))
-                           do (run-inbox carrier)
-                              (run-pending-handlers carrier)
-                              (sleep-on-alarm carrier))"
-                    "(loop until (or (carrier-scheduler carrier)
-                                     (eq (fiber-group-state group) :stopped))
-                           do (run-inbox carrier)
-                              (setf (carrier-alarm carrier) 0)
-                              (sleep-on-alarm carrier))"))
+    (with-changes (("IDLE-AS-SPARE" "(sleep-on-alarm carrier)"
+                                    "(progn (setf (carrier-alarm carrier) 0)
+                                            (sleep-on-alarm carrier))"))
       (fails *send-home-to-spare*))))
 
 (test two-schedulers-are-given-away
   (with-two-places
     (holds *give-two-away* :switches 1)))
 
-(test bug-a-spare-that-does-not-tell-the-manager
-  (with-two-places
-    (with-changes (("IDLE-AS-SPARE" "(ring-manager group)" "nil"))
-      (fails *give-two-away* :switches 1))))
-
 (test bug-a-spare-that-does-not-look-for-orphans
   (with-short-searches
-    (with-changes (("IDLE-AS-SPARE" "(place-orphans group)" "nil"))
+    (with-changes (("LIST-SPARE" "(place-orphans group)" "nil"))
       (fails *give-away* :switches 1))))
 
 (test bug-an-injector-without-a-barrier
@@ -962,3 +998,152 @@ was put."
   (with-changes (("UNPARK" "(= phase +dead+)"
                            "(or (logtest phase +permit+) (= phase +dead+))"))
     (fails *two-wakers* :store-buffers t)))
+
+;;;; schedulers that are taken away
+
+;;; The stuck fiber makes another one runnable, and so does one that the spare runs: two carriers would
+;;; put into one queue.
+(defun queued-fibers (group)
+  "How many fibers are in the first run queue and in the injector of GROUP."
+  (+ (length (queue-contents (sb-fiber::scheduler-queue
+                              (svref (sb-fiber::fiber-group-schedulers group) 0))))
+     (loop for fiber = (sb-fiber::injector-first (sb-fiber::fiber-group-injector group))
+             then (sb-fiber::fiber-next fiber)
+           while fiber count t)))
+
+(defun make-runnable-on (carrier)
+  (let ((*running* carrier))
+    (steps::queue-fiber (make-runnable-fiber (sb-fiber::carrier-group carrier) #'identity))))
+
+(defparameter *take-away*
+  (history ((group (make-test-group 1))
+            (stuck (make-test-carrier group 0))
+            (spare (make-test-carrier group)))
+      (("stuck" (setf (sb-fiber::carrier-turn stuck) 2)
+                (make-runnable-on stuck))
+       ("monitor" (setf (svref (sb-fiber::fiber-group-spares group) 0) spare)
+                  (steps::take-scheduler-away group stuck))
+       ("spare" (perform :read spare 'steps::carrier-scheduler (constantly nil)
+                         (lambda () (sb-fiber::carrier-scheduler spare)))
+                (make-runnable-on spare)))
+    (problem (/= 2 (queued-fibers group)) "There are ~D fibers." (queued-fibers group))))
+
+;;; The places in between are locked, and with store buffers make too many orders.
+(defmacro with-direct-hand-over ((&rest changes) &body body)
+  `(with-changes (("TAKE-SCHEDULER-AWAY" "(pass-scheduler-on group scheduler)"
+                                         "(setf (carrier-scheduler
+                                                 (truly-the carrier (svref (fiber-group-spares group) 0)))
+                                                scheduler)"
+                                         ,@changes))
+     ,@body))
+
+;;; The carrier is not stuck any more: it is asleep, or looks for work.
+(defparameter *take-away-from-who-sleeps*
+  (history ((group (make-test-group 1))
+            (carrier (make-test-carrier group 0)))
+      (("carrier" (steps::carrier-loop carrier))
+       ("monitor" (steps::take-scheduler-away group carrier)))
+    (problem (null (sb-fiber::carrier-scheduler carrier)) "Nobody serves the scheduler.")))
+
+;;; The spare has been given the scheduler, and loses it before it has seen it.
+(defparameter *take-away-from-spare*
+  (history ((group (make-test-group 1))
+            (blocked (make-test-carrier group 0))
+            (spare (make-test-carrier group))
+            (ran 0))
+      (("blocked" (steps::give-scheduler-away blocked))
+       ("spare" (steps::carrier-loop spare))
+       ("monitor" (steps::take-scheduler-away group spare))
+       ("submitter" (steps::inject group (make-runnable-fiber group (lambda () (incf ran))))))
+    (ran-problem ran 1)))
+
+;;; Both want to give it away.
+(defparameter *take-away-while-given*
+  (history ((group (make-test-group 1))
+            (carrier (make-test-carrier group 0)))
+      (("carrier" (setf (sb-fiber::carrier-turn carrier) 2)
+                  (steps::give-scheduler-away carrier))
+       ("monitor" (steps::take-scheduler-away group carrier)))
+    (problem (/= 1 (count-if-not #'integerp (sb-fiber::fiber-group-orphans group)))
+             "The scheduler is there ~D times."
+             (count-if-not #'integerp (sb-fiber::fiber-group-orphans group)))))
+
+;;; A fiber that keeps its carrier until the monitor has seen that it is awake.
+(defparameter *rouse*
+  (history ((group (make-test-group 1))
+            (carrier (make-test-carrier group 0))
+            (scheduler (svref (sb-fiber::fiber-group-schedulers group) 0))
+            (seen (vector 0)))
+      (("carrier" (steps::sleep-in-poller carrier scheduler)
+                  (perform :read seen 0 (constantly nil) (lambda () (= 1 (svref seen 0)))))
+       ("submitter" (steps::inject group (make-runnable-fiber group #'identity)))
+       ("monitor" (loop (steps::doze group 1)
+                        (unless (steps::all-idle-p group)
+                          (return (perform :locked seen 0 (lambda () (setf (svref seen 0) 1))))))))
+    nil))
+
+(test schedulers-taken-away
+  (with-short-searches
+    (holds *take-away*)
+    (with-direct-hand-over ()
+      (holds *take-away* :store-buffers t))
+    (holds *take-away-from-who-sleeps*)
+    (holds *take-away-from-spare* :switches 2)
+    (with-changes (("PUT-IN-PLACE" "(length places)" "2"))
+      (holds *take-away-while-given* :store-buffers t))))
+
+(test no-monitor-sleeps-while-a-fiber-runs
+  (with-short-searches
+    (holds *rouse* :store-buffers t)))
+
+(test bug-not-awaiting-the-end-of-use
+  (with-short-searches
+    (with-changes (("TAKE-SCHEDULER-AWAY" "(await-end-of-use group carrier scheduler)" "nil"))
+      (fails *take-away*))))
+
+(test bug-a-use-that-may-not-be-seen
+  (with-short-searches
+    (with-direct-hand-over ("(%barrier-everywhere)" "nil")
+      (fails *take-away* :store-buffers t))))
+
+(test bug-a-spare-that-waits-for-the-scheduler-that-it-has-lost
+  (with-short-searches
+    (with-changes (("IDLE-AS-SPARE" "(eq (carrier-spare carrier) :taken)" "(carrier-scheduler carrier)"))
+      (fails *take-away-from-spare* :switches 2))))
+
+(test bug-taking-away-without-looking-who-was-faster
+  (with-short-searches
+    (with-changes (("PUT-IN-PLACE" "(length places)" "2")
+                   ("DETACH-SCHEDULER" "(eq (cas (carrier-scheduler carrier) scheduler nil) scheduler)"
+                                       "(progn (setf (carrier-scheduler carrier) nil) t)"))
+      (fails *take-away-while-given*))))
+
+;;; The monitor's alarm is on, and goes on again when there is something to see.
+(defparameter *ring*
+  (history ((group (make-test-group 1))
+            (sawp nil))
+      (("monitor" (loop until (= 1 (read-word 0))
+                        do (steps::wait-for-alarm group nil))
+                  (setf sawp t))
+       ("ringer" (steps::ring-monitor group)
+                 (write-word 0 1)
+                 (steps::ring-monitor group)))
+    (problem (not sawp) "The monitor sleeps.")))
+
+(test the-monitor-does-not-sleep-over-its-alarm
+  (holds *ring* :store-buffers t))
+
+(test bug-the-monitor-clears-its-alarm-without-a-barrier
+  (with-changes (("WAIT-FOR-ALARM" "(barrier (:memory))" "nil"))
+    (fails *ring* :store-buffers t)))
+
+(test bug-dozing-without-a-barrier
+  (with-short-searches
+    (with-changes (("DOZE" "(barrier (:memory))" "nil"))
+      (fails *rouse* :store-buffers t))))
+
+(test bug-a-carrier-that-does-not-rouse-the-monitor
+  (with-short-searches
+    (with-changes (("SLEEP-IN-POLLER"
+                    "(unless (= (fiber-group-monitor-asleep group) 0) (rouse-monitor group))" "nil"))
+      (fails *rouse*))))

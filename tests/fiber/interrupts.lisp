@@ -208,7 +208,7 @@
 ;;; Prevents: functions that a carrier takes for those of its fiber, or the fiber for its own, or nobody.
 (test interrupt-a-carrier
   (on-carriers (n)
-    (with-group (group n)
+    (with-group-of-same-carriers (group n)
       (let* ((stop (make-flag)) (of-carriers (make-flag)) (of-fibers (make-flag))
              (threads (busy-carriers group n))
              (fibers (loop repeat (* 2 n)
@@ -233,7 +233,7 @@
 ;;; nothing ends its sleep.
 (test interrupt-carriers-that-go-to-sleep
   (on-carriers (n :counts '(1 2) :migration '(nil))
-    (with-group (group n)
+    (with-group-of-same-carriers (group n)
       (let ((threads (busy-carriers group n)) (calls (make-flag)))
         (is (eql (* 1000 n)
                  (dotimes (i 1000 (flag-count calls))
@@ -266,7 +266,7 @@
 (test terminate-carriers
   (on-carriers (n)
     (quietly
-      (with-group (group n)
+      (with-group-of-same-carriers (group n)
         (let* ((threads (busy-carriers group n))
                (fibers (loop for i below 20
                              collect (let ((i i))
@@ -340,7 +340,7 @@
 ;;; handler that finds signals unblocked although one has been deferred, which is the end of the process.
 (test signals-for-handlers-that-park
   (on-carriers (n :counts '(1 2)) ; with more carriers than processors each has its turn rarely
-    (with-group (group n)
+    (with-group-of-same-carriers (group n)
       (let* ((stop (make-flag)) (entered (make-flag)) (left (make-flag))
              (threads (busy-carriers group n))
              (fibers (loop repeat (* 2 n)

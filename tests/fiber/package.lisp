@@ -60,6 +60,18 @@
   "Execute BODY with GROUP bound to a running group, and wait until its fibers have ended."
   `(call-with-group (lambda (,group) (declare (ignorable ,group)) ,@body) ,carrier-count))
 
+(defmacro with-stuck-carrier-time ((seconds) &body body)
+  "Execute BODY with another value of *STUCK-CARRIER-TIME*, NIL if no carrier is to be replaced by another."
+  (let ((old (gensym)))
+    `(let ((,old *stuck-carrier-time*))
+       (unwind-protect (progn (setf *stuck-carrier-time* ,seconds) ,@body)
+         (setf *stuck-carrier-time* ,old)))))
+
+(defmacro with-group-of-same-carriers ((group carrier-count) &body body)
+  "WITH-GROUP for a group whose carriers are not replaced: spares end, and BODY deals with their threads."
+  `(with-stuck-carrier-time (nil)
+     (with-group (,group ,carrier-count) ,@body)))
+
 (defmacro spawn ((group &rest arguments) &body body)
   "Submit a fiber that executes BODY. ARGUMENTS are those of MAKE-FIBER."
   `(submit-fiber ,group (make-fiber (lambda () ,@body) ,@arguments)))

@@ -856,13 +856,14 @@ by HANDLER."
                        1000))))))
 
 (defun carrier-threads (group)
-  (remove nil (mapcar #'sb-thread::thread-os-thread (sb-fiber::fiber-group-carriers group))
+  (remove nil (mapcar #'sb-thread::thread-os-thread
+                      (mapcar #'sb-fiber::carrier-thread (sb-fiber::fiber-group-carriers group)))
           :test #'eql))
 
 ;;; SIGURG is what INTERRUPT-THREAD sends. One that comes for nothing must do nothing.
 (test stray-sigurg
   (on-carriers (n)
-    (with-group (group n)
+    (with-group-of-same-carriers (group n)
       (let* ((stop nil)
              (fibers (loop for i below 10
                            collect (let ((i i))

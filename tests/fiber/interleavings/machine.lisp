@@ -12,9 +12,13 @@
 ;;; The ring of a run queue is so small here that its places are used again.
 (defconstant steps::run-queue-capacity 4)
 
+(defvar *running* nil
+  "The carrier that the actor is.")
+
 ;;; First of all, that what follows finds the functions that it calls. MAKE-RUNNABLE is a
 ;;; stub for who parks; histories of carriers use the real one.
 (define-all-from-source)
+(define-from-source (subst '*running* 'steps::*carrier* (find-definition "WITH-OWN-SCHEDULER")))
 (define-from-source (subst 'steps::queue-fiber 'steps::make-runnable
                            (find-definition "MAKE-RUNNABLE")))
 
@@ -163,10 +167,12 @@
                               (append (kernel-sleepers kernel) (list (cons address sleeper))))
                         sleeper)))))
 
-;;; A carrier may sleep for ever on its alarm, which is a slot; nobody may on a word.
+;;; A carrier may sleep for ever on its alarm, which is a slot; nobody may on a word. A time-out on
+;;; an alarm is over at once.
 (defun steps::%futex-wait (address expected seconds microseconds)
-  (declare (ignore seconds microseconds))
-  (let ((sleeper (fall-asleep address expected)))
+  (declare (ignore microseconds))
+  (let ((sleeper (and (not (and (listp address) (>= seconds 0)))
+                      (fall-asleep address expected))))
     (when sleeper
       (funcall (if (listp address) #'perform-when-needed #'perform)
                :locked sleeper 'woken (constantly nil) (lambda () (sleeper-woken sleeper))))))
@@ -259,14 +265,12 @@
                                 (lambda () (plusp (svref eventfds i))))))))
 
 (defun steps::run-pending-handlers (carrier) (declare (ignore carrier)))
+(defun steps::handlers-wait-p () nil)
 
 (defun steps::carrier-alarm-address (carrier)
   (list 'steps::carrier-alarm carrier))
-(defun steps::fiber-group-manager-alarm-address (group)
-  (list 'steps::fiber-group-manager-alarm group))
-
-(defvar *running* nil
-  "The carrier that the actor is.")
+(defun steps::fiber-group-monitor-alarm-address (group)
+  (list 'steps::fiber-group-monitor-alarm group))
 
 ;;; What a fiber of these histories does is its function.
 (defun steps::run-on-carrier (carrier fiber)
@@ -281,6 +285,9 @@
 (defun steps::all-free-p (places)
   (and (eql 0 (steps::svref places 0))
        (eql 0 (steps::svref places 1))))
+(defun steps::count-used (places)
+  (+ (if (eql 0 (steps::svref places 0)) 0 1)
+     (if (eql 0 (steps::svref places 1)) 0 1)))
 
 (defstruct start (carriers '()))
 (defvar *start*)
@@ -292,11 +299,36 @@
     (perform :locked start 'carriers (lambda () (push carrier (start-carriers start))))))
 
 (defun be-new-carrier ()
-  "Be the carrier that the manager starts, if it does."
+  "Be the carrier that the monitor starts, if it does."
   (let ((start *start*))
     (steps::carrier-loop
      (perform-when-needed :locked start 'carriers (lambda () (pop (start-carriers start)))
                           (lambda () (start-carriers start))))))
+
+;;;; the monitor
+
+(defun steps::look-period (supported) (declare (ignore supported)) nil)
+(defun steps::time-until-attempt (group) (declare (ignore group)) nil)
+(defun steps::look-at-carriers (group period) (declare (ignore group period)))
+(defun steps::retire-spare-if-quiet (group) (declare (ignore group)))
+
+;;; membarrier(2): the stores of all have reached memory.
+(defun steps::%barrier-everywhere ()
+  (let ((actors (exploration-actors (actor-exploration *actor*))))
+    (perform :locked *kernel* 'everywhere (constantly 0)
+             (lambda () (every (lambda (actor) (null (actor-buffer actor))) actors)))))
+
+;;; In place of looking again and again: what it looks at has changed, or somebody is to be woken.
+(defun steps::await-end-of-use (group carrier scheduler)
+  (declare (ignore group))
+  (let ((poller (sb-fiber::scheduler-poller scheduler))
+        (turn (steps::carrier-turn carrier)))
+    (flet ((over-p () (or (evenp turn)
+                          (/= turn (sb-fiber::carrier-turn carrier))
+                          (sb-fiber::carrier-spare carrier))))
+      (loop until (perform :read carrier 'steps::carrier-turn #'over-p
+                           (lambda () (or (over-p) (= 1 (sb-fiber::poller-sleep poller)))))
+            do (steps::wake-poller poller)))))
 
 (defun make-test-group (n)
   (let ((group (sb-fiber::%make-fiber-group nil)))

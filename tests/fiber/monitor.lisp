@@ -1,0 +1,373 @@
+;;;; Tests of the monitor: fibers that keep their carriers, and those who must not suffer from it
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* monitor)
+
+;;; Each way to be stuck is a function of a descriptor, that keeps the carrier until there is something to
+;;; be read from it. That is written by a fiber which runs only if a carrier is relieved: otherwise the test
+;;; hangs.
+
+(defun read-blocking (fd)
+  "read(2) as foreign code calls it."
+  (sb-alien:with-alien ((octet (sb-alien:unsigned 8)))
+    (sb-alien:alien-funcall
+     (sb-alien:extern-alien "read" (function sb-alien:long sb-alien:int sb-sys:system-area-pointer
+                                             sb-alien:unsigned-long))
+     fd (sb-alien:alien-sap (sb-alien:addr octet)) 1)))
+
+(defun readable-p (fd)
+  (sb-alien:alien-funcall
+   (sb-alien:extern-alien "fiber_poll_now" (function sb-alien:int sb-alien:int sb-alien:int)) fd 1))
+
+(defparameter *ways-to-be-stuck*
+  (list :read #'read-blocking
+        :read-without-interrupts (lambda (fd) (sb-sys:without-interrupts (read-blocking fd)))
+        ;; Never more than a millisecond in one call.
+        :usleep (lambda (fd)
+                  (loop until (= 1 (readable-p fd)) do (usleep 1000)))
+        :compute (lambda (fd) (loop until (= 1 (readable-p fd))))
+        :compute-without-interrupts
+        (lambda (fd) (sb-sys:without-interrupts (loop until (= 1 (readable-p fd)))))
+        ;; A fiber that wakes others uses the run queue of its carrier all the time.
+        :unpark (lambda (fd)
+                  (let ((other (spawn ((fiber-group (current-fiber))) (fiber-park))))
+                    (loop until (= 1 (readable-p fd)) do (sb-fiber::unpark other))
+                    (fiber-unpark other)))
+        :collect (lambda (fd) (loop until (= 1 (readable-p fd)) do (sb-ext:gc)))))
+
+(defmacro with-pipe ((in out) &body body)
+  `(multiple-value-bind (,in ,out) (sb-unix:unix-pipe)
+     (unwind-protect (progn ,@body)
+       (sb-unix:unix-close ,in)
+       (sb-unix:unix-close ,out))))
+
+(defun write-octet (fd)
+  (sb-unix:unix-write fd (make-array 1 :element-type '(unsigned-byte 8) :initial-element 1) 0 1))
+
+(defmacro do-ways-to-be-stuck ((way function) &body body)
+  `(loop for (,way ,function) on *ways-to-be-stuck* by #'cddr
+         do (let ((,way ,way) (,function ,function)) ,@body)))
+
+(defun as-many-as-before-p (group)
+  "True if all spare carriers of GROUP are idle."
+  (let ((statistics (fiber-group-statistics group)))
+    (and (= (getf statistics :threads)
+            (+ (getf statistics :carriers) (getf statistics :spares)))
+         (= 0 (getf statistics :stuck-now)))))
+
+(defun spares-return-p (group)
+  (sb-ext:wait-for (as-many-as-before-p group) :timeout *patience*))
+
+(defun all-stuck-but (group n function release)
+  "Let N fibers of GROUP call FUNCTION, which returns after RELEASE has been called as often, in another fiber,
+which begins later."
+  (let ((stuck (loop repeat n collect (spawn (group) (funcall function) :stuck-no-more))))
+    (list* (join (spawn (group) (loop repeat n do (funcall release)) :released))
+           (remove-duplicates (join-all stuck)))))
+
+;;;; who goes on
+
+(test runnable-fibers-go-on
+  (do-ways-to-be-stuck (way function)
+    (on-carriers (n)
+      (with-pipe (in out)
+        (with-group (group n)
+          (is (equal '(:released :stuck-no-more)
+                     (all-stuck-but group n
+                                    (lambda () (funcall function in)) (lambda () (write-octet out))))
+              "~S with ~D carriers" way n)
+          (is-true (spares-return-p group)))))))
+
+(test sleeping-fibers-go-on
+  (do-ways-to-be-stuck (way function)
+    (on-carriers (n)
+      (with-pipe (in out)
+        (with-group (group n)
+          (let* ((sleeper (spawn (group) (sleep 1/20) (loop repeat n do (write-octet out)) :slept))
+                 (stuck (loop repeat n collect (spawn (group) (funcall function in)))))
+            (is (eq :slept (join sleeper)) "~S with ~D carriers" way n)
+            (join-all stuck)
+            (is-true (spares-return-p group))))))))
+
+(test fibers-that-wait-for-descriptors-go-on
+  (do-ways-to-be-stuck (way function)
+    (on-carriers (n)
+      (with-pipe (in out)
+        (with-pipe (ready-in ready-out)
+          (with-group (group n)
+            (let* ((reader (spawn (group)
+                             (sb-sys:wait-until-fd-usable ready-in :input)
+                             (loop repeat n do (write-octet out))
+                             :read))
+                   (parked (sb-ext:wait-for (eq :parked (fiber-state reader)) :timeout *patience*))
+                   (stuck (loop repeat n collect (spawn (group) (funcall function in)))))
+              (is-true parked)
+              (write-octet ready-out)
+              (is (eq :read (join reader)) "~S with ~D carriers" way n)
+              (join-all stuck)
+              (is-true (spares-return-p group)))))))))
+
+;;; What the stuck fiber has made runnable itself, in the queue of its carrier.
+(test fibers-in-the-queue-of-who-is-stuck
+  (do-ways-to-be-stuck (way function)
+    (on-carriers (n :migration '(nil))
+      (with-pipe (in out)
+        (with-group (group n)
+          (is (equal '(:stuck-no-more (0 1 2 3 4 5 6 7 8 9))
+                     (join
+                      (spawn (group)
+                        (let ((others (loop for i below 10
+                                            collect (let ((i i)) (spawn (group)
+                                                                   (when (= i 9) (write-octet out))
+                                                                   i)))))
+                          (funcall function in)
+                          (list :stuck-no-more (join-all others))))))
+              "~S with ~D carriers" way n))))))
+
+;;; Two carriers must not run one fiber, nor may one be lost, while schedulers change hands all the time.
+(test nothing-is-lost-or-run-twice
+  (with-stuck-carrier-time (1/2000)
+    (on-carriers (n)
+      (with-group (group n)
+        (let* ((counters (make-array 20 :initial-element 0))
+               (fibers (loop for i below 20
+                             collect (let ((i i))
+                                       (spawn (group)
+                                         (loop for turn below 200
+                                               do (incf (svref counters i))
+                                                  (cond ((= 0 (mod (+ turn i) 50))
+                                                         (spin-for 1/500))
+                                                        ((= 0 (mod turn 20)) (sleep 1/10000))
+                                                        (t (fiber-yield)))
+                                               finally (return (svref counters i))))))))
+          (is (every (lambda (count) (= count 200)) (join-all fibers)))
+          (is-true (spares-return-p group)))))))
+
+(defun spin-for (seconds)
+  (loop with end = (+ (get-internal-real-time) (* seconds internal-time-units-per-second))
+        while (< (get-internal-real-time) end)))
+
+;;;; groups
+
+(test many-stuck-at-once-stay-under-the-limit
+  (let ((old *spare-carrier-limit*))
+    (unwind-protect
+         (dolist (limit '(2 16))
+           (setf *spare-carrier-limit* limit)
+           (on-carriers (n :counts '(1 2) :migration '(nil))
+             (with-group (group n)
+               (let ((most 0))
+                 (flet ((look ()
+                          (setf most (max most (getf (fiber-group-statistics group) :threads)))))
+                   (let ((fibers (loop repeat 100
+                                       collect (spawn (group)
+                                                 (usleep 30000)
+                                                 (look)
+                                                 t))))
+                     (is (every #'identity (join-all fibers)))
+                     (is (<= most (+ n limit)))
+                     (is (plusp (getf (fiber-group-statistics group) :stuck-ever)))
+                     (is-true (spares-return-p group))))))))
+      (setf *spare-carrier-limit* old))))
+
+(test finishing-while-one-is-stuck
+  (on-carriers (n)
+    (with-pipe (in out)
+      (let* ((group (start-fibers nil :carrier-count n))
+             (stuck (spawn (group) (read-blocking in) :done))
+             (other (spawn (group) :other)))
+        (is (eq :other (join other)))
+        (is (eq nil (finish-fibers group :timeout 1/20)))
+        (write-octet out)
+        (is (eq :done (join stuck)))
+        (is (eq t (finish-fibers group :timeout *patience*)))))))
+
+(test aborting-while-one-is-stuck
+  (on-carriers (n)
+    (with-pipe (in out)
+      (let* ((group (start-fibers nil :carrier-count n))
+             (began nil)
+             (stuck (spawn (group) (setf began t) (sb-sys:without-interrupts (read-blocking in))
+                      (loop (fiber-yield))))
+             (sleeper (spawn (group) (sleep 1000))))
+        (is-true (sb-ext:wait-for began :timeout *patience*))
+        (is (eq nil (finish-fibers group :timeout 1/20 :abort t)))
+        (is (eq :abort (nth-value 1 (fiber-join sleeper :default nil :timeout *patience*))))
+        (write-octet out)
+        (is (eq t (finish-fibers group :timeout *patience* :abort t)))
+        (is (eq :abort (nth-value 1 (fiber-join stuck :default nil))))))))
+
+(test collections-while-one-is-stuck
+  (on-carriers (n)
+    (with-pipe (in out)
+      (with-group (group n)
+        (let ((stuck (loop repeat n collect (spawn (group)
+                                              (let ((list (list 1 2 3))) (read-blocking in) list)))))
+          (is (eq :collected (join (spawn (group) (loop repeat 5 do (sb-ext:gc) (fiber-yield)) :collected))))
+          (loop repeat n do (write-octet out))
+          (is (every (lambda (list) (equal '(1 2 3) list)) (join-all stuck))))))))
+
+;;; The carrier that a fiber is pinned to has lost its scheduler meanwhile.
+(defun os-thread ()
+  (sb-alien:alien-funcall (sb-alien:extern-alien "gettid" (function sb-alien:int))))
+
+(test pinned-fibers-come-home
+  (on-carriers (n)
+    (with-pipe (in out)
+      (with-group (group n)
+        (let ((stuck (loop repeat n
+                           collect (spawn (group)
+                                     (with-fiber-pinned
+                                       (let ((thread (os-thread)))
+                                         (read-blocking in)
+                                         (sleep 1/100)
+                                         (eql thread (os-thread))))))))
+          (is (eq :released (join (spawn (group) (loop repeat n do (write-octet out)) :released))))
+          (is (every #'identity (join-all stuck))))))))
+
+;;;; what is told
+
+(defun stuck-ever (group) (getf (fiber-group-statistics group) :stuck-ever))
+
+(test statistics
+  (with-pipe (in out)
+    (with-group (group 2)
+      (let ((before (fiber-group-statistics group)))
+        (is (= 2 (getf before :carriers)))
+        (is (= 0 (getf before :fibers) (getf before :stuck-now) (getf before :stuck-ever)))
+        (let ((stuck (spawn (group) (read-blocking in))))
+          (is-true (sb-ext:wait-for (= 1 (getf (fiber-group-statistics group) :stuck-now))
+                                    :timeout *patience*))
+          (is (= 1 (getf (fiber-group-statistics group) :fibers)))
+          (join-all (loop repeat 10 collect (spawn (group) (loop repeat 100 do (fiber-yield)))))
+          (write-octet out)
+          (join stuck)
+          (is-true (spares-return-p group))
+          (let ((after (fiber-group-statistics group)))
+            (is (= 0 (getf after :stuck-now)))
+            (is (<= 1 (getf after :stuck-ever)))
+            (is (<= 1000 (getf after :switches)))))))))
+
+(test statistics-of-no-group
+  (signals type-error (fiber-group-statistics 1)))
+
+(defmacro with-action ((action) &body body)
+  `(unwind-protect (progn (setf *pinned-blocking-action* ,action) ,@body)
+     (setf *pinned-blocking-action* nil)))
+
+;;; What several threads may use at a time.
+(defclass shared-output (sb-gray:fundamental-character-output-stream)
+  ((lock :initform (sb-thread:make-mutex) :reader shared-output-lock)
+   (characters :initform '() :accessor shared-output-characters)))
+
+(defmethod sb-gray:stream-write-char ((stream shared-output) character)
+  (sb-thread:with-mutex ((shared-output-lock stream))
+    (push character (shared-output-characters stream)))
+  character)
+
+(defmethod sb-gray:stream-line-column ((stream shared-output)) nil)
+
+(defun shared-output-text (stream)
+  (sb-thread:with-mutex ((shared-output-lock stream))
+    (coerce (reverse (shared-output-characters stream)) 'string)))
+
+(test warning-of-a-stuck-carrier
+  (let ((output (make-instance 'shared-output)))
+    (with-action (:warn)
+      (with-pipe (in out)
+        (call-with-error-output
+         (lambda ()
+           (with-group (group 1)
+             (let ((stuck (spawn (group :name "sticky") (read-blocking in))))
+               (is-true (sb-ext:wait-for (search "has kept its" (shared-output-text output))
+                                         :timeout *patience*))
+               (write-octet out)
+               (join stuck))))
+         output)))
+    (is (search "sticky" (shared-output-text output)))))
+
+(test error-in-a-stuck-fiber
+  (with-action (:error)
+    (with-pipe (in out)
+      (with-group (group 1)
+        (let ((stuck (spawn (group)
+                       (handler-case (progn (sb-sys:without-interrupts (read-blocking in))
+                                            (fiber-yield)
+                                            :no-error)
+                         (sb-thread:thread-error () :error)))))
+          (is-true (sb-ext:wait-for (= 1 (stuck-ever group)) :timeout *patience*))
+          ;; It has been relieved: another fiber can run.
+          (spawn (group) (write-octet out))
+          (is (eq :error (join stuck))))))))
+
+;;; Carriers that were needed once end, but for those that a pinned fiber will return to.
+(test spares-end
+  (with-group (group 2)
+    (let* ((pinned (loop repeat 3 collect (spawn (group)
+                                            (with-fiber-pinned
+                                              (let ((thread (os-thread)))
+                                                (usleep 100000)
+                                                (fiber-park)
+                                                (eql thread (os-thread)))))))
+           (others (loop repeat 12 collect (spawn (group) (usleep 100000)))))
+      (join-all others)
+      (is-true (sb-ext:wait-for (every (lambda (fiber) (eq :parked (fiber-state fiber))) pinned)
+                                :timeout *patience*))
+      (is (< 4 (getf (fiber-group-statistics group) :threads)))
+      (is-true (sb-ext:wait-for (<= (getf (fiber-group-statistics group) :threads) 5)
+                                :timeout *patience*))
+      (mapc #'fiber-unpark pinned)
+      (is (every #'identity (join-all pinned)))
+      ;; The monitor looks again when there is something to do.
+      (is-true (sb-ext:wait-for (progn (join (spawn (group) (sleep 1/100)))
+                                       (<= (getf (fiber-group-statistics group) :threads) 4))
+                                :timeout *patience*))
+      (is-true (spares-return-p group)))))
+
+(defun usleep (microseconds)
+  (sb-alien:alien-funcall
+   (sb-alien:extern-alien "usleep" (function sb-alien:int sb-alien:unsigned)) microseconds))
+
+(test switched-off
+  (with-stuck-carrier-time (nil)
+    (with-pipe (in out)
+      (with-group (group 1)
+        (let ((stuck (spawn (group) (spin-for 1/10) (read-blocking in)))
+              (other (spawn (group) :other)))
+          (is (eq nil (fiber-join other :default nil :timeout 1/5)))
+          (is (= 0 (stuck-ever group)))
+          (write-octet out)
+          (join stuck)
+          (is (eq :other (join other))))))))
+
+;;;; the monitor itself
+
+(defun context-switches (thread)
+  "How often THREAD has gone to sleep or was preempted."
+  (with-open-file (in (format nil "/proc/self/task/~D/status" (sb-thread:thread-os-tid thread)))
+    (loop for line = (read-line in nil)
+          while line
+          when (search "ctxt_switches" line)
+            sum (parse-integer line :start (1+ (position #\: line))))))
+
+(test an-idle-group-is-left-in-peace
+  (with-group (group 2)
+    (join (spawn (group) (sleep 1/100)))
+    (is-true (sb-ext:wait-for (= 1 (sb-fiber::fiber-group-monitor-asleep group)) :timeout *patience*))
+    (let* ((monitor (sb-fiber::fiber-group-monitor group))
+           (before (context-switches monitor)))
+      (sleep 1/2)
+      (is (= before (context-switches monitor))))))
+
+(test a-parked-fiber-is-not-stuck
+  (with-group (group 2)
+    (join-all (loop repeat 10 collect (spawn (group) (loop repeat 20 do (sleep 1/200)))))
+    (is (= 0 (stuck-ever group)))))
