@@ -33,22 +33,4 @@
          "It asks for the signal mask of a handler; a fiber is interrupted without a signal.")
 
         ("threads.pure" ("SYMBOL-VALUE-IN-THREAD.2" "SYMBOL-VALUE-IN-THREAD.3") t
-         "It looks at a binding of a thread that runs; of a fiber that must be parked.")
-
-        ;; A fiber that computes keeps its carrier: those behind it in the queue wait, and those that
-        ;; sleep or whose timers run by way of that carrier.
-        ("threads-2.impure"
-         ("(SEMAPHORE SIGNAL-THEN-WAIT)" "(SEMAPHORE TIMEOUT SPURIOUS-WAKEUP)"
-          "(PARALLEL DEFCLASS)")
-         "all-1"
-         "A fiber computes until another one of its carrier ends it.")
-        ("threads-2.impure"
-         ("(INTERRUPT-THREAD MORE-BASICS)" "(INTERRUPT-THREAD INTERRUPT-FOREIGN-LOOP)"
-          "(INTERRUPT-THREAD NO-NESTING)" "(INTERRUPT-THREAD NESTING)"
-          "(BINDING-STACK-GC-SAFETY)")
-         ("all-1" "all-2" "all-16")
-         "A fiber computes while another one sleeps, perhaps by way of the same carrier.")
-        ("timer.impure" "(TIMER DEFERRABLES-UNBLOCKED)" t
-         "It computes until its own timer interrupts it.")
-        ("timer.impure" "(TIMER THREADED-STRESS)" ("all-1" "all-2" "all-16")
-         "Some compute until timers interrupt them.")))
+         "It looks at a binding of a thread that runs; of a fiber that must be parked.")))
