@@ -11,17 +11,14 @@
 
 (in-package "SB-FIBER")
 
-;;; The life of a group:
+;;; The state of a group:
 ;;;
-;;;   :RUNNING    fibers may be submitted
-;;;   :ABORTING   FINISH-FIBERS ends the fibers; none may be submitted
-;;;   :STOPPED    no fiber is alive, and carriers end
+;;;   :RUNNING   -> :STOPPED    who finds it closed, and no fiber alive   carriers and monitor end
+;;;   :STOPPED   -> :FINISHED   who has seen them end                     and frees the pollers
 ;;;
-;;; FINISH-FIBERS makes all moves, from :RUNNING to the others, or by way of :ABORTING.
-;;;
-;;; ALIVE counts the fibers from submission to end. Who waits for the end of all waits in the
-;;; parking lot for its low half to change, as for a word of a mutex; it is the last
-;;; fiber that wakes him.
+;;; While a group is :STOPPED, any number of threads may try to finish it, and each may be unwound: all
+;;; that is done before the last move may be done again, or by several at a time. A group is in
+;;; *GROUPS* from before it has anything until it is :FINISHED.
 
 ;;; The groups that have carriers.
 (define-load-time-global *groups* '())
@@ -32,7 +29,7 @@
 (defun any-poller (fiber)
   "A poller of the group of FIBER, or NIL if that has none any more."
   (let ((schedulers (fiber-group-schedulers (fiber-group fiber))))
-    (unless (eq (fiber-group-state (fiber-group fiber)) :stopped)
+    (when (eq (fiber-group-state (fiber-group fiber)) :running)
       (scheduler-poller (svref schedulers 0)))))
 
 (defun make-schedulers (group n)
@@ -60,19 +57,45 @@
 (defun run-carrier (carrier)
   (without-interrupts
     (begin-carrier carrier)
+    (accept-signals)
     (carrier-loop carrier)
     (end-carrier)))
 
+;;; A thread that is not in the list would not be waited for.
 (defun start-carrier (group scheduler)
   (let ((carrier (%make-carrier group)))
-    (setf (carrier-scheduler carrier) scheduler
-          (carrier-thread carrier) (make-carrier-thread "fiber carrier" #'run-carrier carrier))
-    (push carrier (fiber-group-carriers group))))
+    (setf (carrier-scheduler carrier) scheduler)
+    (without-interrupts
+      (setf (carrier-thread carrier) (make-carrier-thread "fiber carrier" #'run-carrier carrier))
+      (push carrier (fiber-group-carriers group)))))
+
+;;; With interrupts off: a fiber that parked in BODY would go on in another thread.
+(defmacro with-signals-blocked (&body body)
+  "Execute BODY with the signals blocked that START-THREAD blocks; a new thread inherits that."
+  (with-unique-names (old)
+    `(let ((,old (make-array (* sb-unix::sizeof-sigset_t sb-vm:n-byte-bits)
+                             :element-type 'bit :initial-element 0)))
+       (with-pinned-objects (,old)
+         (sb-unix::pthread-sigmask sb-unix::SIG_BLOCK (foreign-symbol-sap "thread_start_sigset" t) ,old)
+         (unwind-protect (progn ,@body)
+           (sb-unix::pthread-sigmask sb-unix::SIG_SETMASK ,old nil))))))
 
 ;;; Ephemeral, so that it neither keeps the image from exiting nor is asked to unwind.
 (defun make-carrier-thread (name function argument)
-  (sb-thread::with-system-mutex (sb-thread::*make-thread-lock*)
-    (sb-thread::make-system-thread name function (list argument) nil)))
+  "Start a thread that calls FUNCTION with ARGUMENT, and handles no deferrable signal before FUNCTION calls
+ACCEPT-SIGNALS: an interruption could unwind it before it has begun."
+  (let ((thread (sb-thread::with-system-mutex (sb-thread::*make-thread-lock*)
+                  (with-signals-blocked
+                    (handler-case (sb-thread::make-system-thread name function (list argument) nil)
+                      (error (condition) condition))))))
+    ;; Handlers, or a debugger, run without the lock.
+    (when (typep thread 'error) (error thread))
+    thread))
+
+(defun accept-signals ()
+  "Let this thread, in which interrupts are off, be sent signals."
+  (sb-unix::pthread-sigmask sb-unix::SIG_UNBLOCK (foreign-symbol-sap "thread_start_sigset" t) nil)
+  (block-timer-signal))
 
 ;;;; groups
 
@@ -116,14 +139,27 @@ registered; there is :ONE-SHOT. NAME is for printing."
 (defun make-running-group (n name)
   (when (equal (posix-getenv "SB_FIBER_FORCE_MIGRATION") "1")
     (setf *force-migration* t))
-  (let ((group (%make-fiber-group (and name (string name)))))
-    (setf (fiber-group-schedulers group) (make-schedulers group n))
-    (loop for scheduler across (fiber-group-schedulers group)
-          do (start-carrier group scheduler))
-    (setf (fiber-group-monitor group)
-          (make-carrier-thread "fiber monitor" #'run-monitor group))
-    (atomic-push group *groups*)
+  (let* ((group (%make-fiber-group (and name (string name))))
+         (problem (without-interrupts
+                    (atomic-push group *groups*)
+                    (problem-of-equipping group n))))
+    (when problem
+      (close-group group)
+      (stop-group group)
+      (error problem))
     group))
+
+(defun problem-of-equipping (group n)
+  "Give GROUP schedulers, carriers and a monitor. Return NIL, or what was signalled."
+  (handler-case
+      (progn
+        (setf (fiber-group-schedulers group) (make-schedulers group n))
+        (loop for scheduler across (fiber-group-schedulers group)
+              do (start-carrier group scheduler))
+        (setf (fiber-group-monitor group)
+              (make-carrier-thread "fiber monitor" #'run-monitor group))
+        nil)
+    (serious-condition (condition) condition)))
 
 (declaim (ftype (sfunction (fiber-group) boolean) fiber-group-done-p))
 (defun fiber-group-done-p (group)
@@ -131,14 +167,14 @@ registered; there is :ONE-SHOT. NAME is for printing."
   (= (fiber-group-alive group) 0))
 
 (defun wait-until-done (group deadline)
-  "Wait until no fiber of GROUP is alive. Return false if DEADLINE comes before."
+  "Wait until no fiber of GROUP is alive, and close it. Return false if DEADLINE comes before."
   (loop
     (let ((alive (fiber-group-alive group)))
-      (when (= alive 0) (return t))
-      (unless (wait-while-equal group (fiber-group-alive-address group)
-                                (ldb (byte 32 0) alive)
-                                (and deadline (seconds-until deadline)))
-        (return nil)))))
+      (cond ((= alive 0)
+             (when (close-if-empty group) (return t)))
+            ((not (wait-while-equal group (fiber-group-population-address group) alive
+                                    (and deadline (seconds-until deadline))))
+             (return nil))))))
 
 (declaim (ftype (sfunction (t &key (:timeout (or null (real 0))) (:abort t)) boolean) finish-fibers))
 (defun finish-fibers (group &key timeout abort)
@@ -156,12 +192,12 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
         (stop-group group)
         t))))
 
-;;; Who was about to submit a fiber when the state changed may do so after the fibers have
+;;; Who had been counted when the groups were closed may get a stack after the fibers have
 ;;; been listed: they are listed again. None is aborted twice, as it may be in a cleanup form. One that
 ;;; is being unwound by an error of its own may be in one as well, and is aborted there, as a thread is:
 ;;; it could also come out of it, and go on.
 (defun abort-until-done (groups deadline)
-  (dolist (group groups) (cas (fiber-group-state group) :running :aborting))
+  (mapc #'close-group groups)
   (let ((aborted (make-hash-table :test 'eq)))
     (loop
       (dolist (fiber (list-all-fibers))
@@ -175,28 +211,29 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
               (t (wait-until-done group (if deadline (min soon deadline) soon))))))))
 
 (defun stop-group (group)
-  "End the carriers of GROUP, of which no fiber is alive."
+  "End the carriers of GROUP, which is closed and of which no fiber is alive."
   (cas *default-group* group nil)
-  (when (stop-state group)
+  (cas (fiber-group-state group) :running :stopped)
+  (when (fiber-group-monitor group)
     (ring-monitor group)
-    (sb-thread:join-thread (fiber-group-monitor group) :default nil)
-    (loop for scheduler across (fiber-group-schedulers group)
-          do (wake-poller (scheduler-poller scheduler)))
-    (loop for spare across (fiber-group-spares group)
-          unless (eql spare 0) do (wake-carrier spare))
-    (dolist (carrier (fiber-group-carriers group))
-      (sb-thread:join-thread (carrier-thread carrier) :default nil))
-    (dolist (thread (fiber-group-retired group))
-      (sb-thread:join-thread thread :default nil))
-    (loop for scheduler across (fiber-group-schedulers group)
-          do (free-poller (scheduler-poller scheduler) #'any-poller))
-    (forget-group group)
-    (unless *groups* (dismiss-idle-threads))))
+    (sb-thread:join-thread (fiber-group-monitor group) :default nil))
+  ;; Nobody starts carriers any more. All are woken, and not the spares and schedulers that can be seen: a
+  ;; spare that PLACE-ORPHANS has in its hands is in no place.
+  (mapc #'wake-carrier (fiber-group-carriers group))
+  (dolist (carrier (fiber-group-carriers group))
+    (sb-thread:join-thread (carrier-thread carrier) :default nil))
+  (dolist (thread (fiber-group-retired group))
+    (sb-thread:join-thread thread :default nil))
+  (release-group group)
+  (unless *groups* (dismiss-idle-threads)))
 
-(defun stop-state (group)
-  "Let the state of GROUP be :STOPPED. Return false if somebody else has done it."
-  (or (eq (cas (fiber-group-state group) :running :stopped) :running)
-      (eq (cas (fiber-group-state group) :aborting :stopped) :aborting)))
+(defun release-group (group)
+  "Free what GROUP has, unless somebody else has done it."
+  (without-interrupts
+    (when (eq (cas (fiber-group-state group) :stopped :finished) :stopped)
+      (loop for scheduler across (fiber-group-schedulers group)
+            do (free-poller (scheduler-poller scheduler) #'any-poller))
+      (forget-group group))))
 
 (defun forget-group (group)
   (loop (let ((old *groups*))

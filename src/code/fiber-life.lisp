@@ -12,7 +12,8 @@
 (in-package "SB-FIBER")
 
 (define-structure-slot-addressor fiber-ended-address :structure fiber :slot ended)
-(define-structure-slot-addressor fiber-group-alive-address :structure fiber-group :slot alive)
+(define-structure-slot-addressor fiber-group-population-address
+  :structure fiber-group :slot population)
 
 (define-load-time-global *default-group* nil)
 (declaim (type (or null fiber-group) *default-group*))
@@ -215,9 +216,9 @@ that runs no fiber this is PROGN."
     (wake-on-word (fiber-ended-address fiber) (ash 1 29))))
 
 (defun leave-group (group)
-  (when (= (atomic-decf (fiber-group-alive group)) 1)
+  (when (= (ldb (byte 32 0) (atomic-decf (fiber-group-population group))) 1)
     (with-pinned-objects (group)
-      (wake-on-word (fiber-group-alive-address group) (ash 1 29)))))
+      (wake-on-word (fiber-group-population-address group) (ash 1 29)))))
 
 ;;; Called by the runtime in place of what ran into the hard guard.
 (defun fiber-stack-lost ()
@@ -232,6 +233,39 @@ that runs no fiber this is PROGN."
                      (fiber-stack-lost-fiber condition))))
   (:documentation "What FIBER-FAILED-CAUSE returns for a fiber that exhausted a stack while it handled
 the exhaustion."))
+
+;;;; the population of a group
+
+;;; The low half of the word counts the fibers from their submission to their end; it is what FINISH-FIBERS
+;;; waits on, as on the word of a mutex. The bit +CLOSED+ above it says that there will be no more. Both
+;;; are in one word, so that nobody is counted in between the look at a group in which nobody is
+;;; alive and its end:
+;;;
+;;;     open n   -> open n+1     who submits a fiber
+;;;     open n   -> closed n     who ends all fibers
+;;;     open 0   -> closed 0     who waits for the end of all
+;;;     n        -> n-1          a fiber at its end, or who got no stack for it
+;;;
+;;; Nobody opens a group again: closed 0 is for ever.
+
+(defun enter-population (group)
+  "Count one more fiber of GROUP. Return false if it is closed."
+  (loop
+    (let ((old (fiber-group-population group)))
+      (when (logtest old +closed+) (return nil))
+      (when (= (cas (fiber-group-population group) old (truly-the word (1+ old))) old)
+        (return t)))))
+
+(defun close-group (group)
+  "Let no more fibers enter GROUP."
+  (loop
+    (let ((old (fiber-group-population group)))
+      (when (= (cas (fiber-group-population group) old (logior old +closed+)) old)
+        (return)))))
+
+(defun close-if-empty (group)
+  "Let no more fibers enter GROUP if none is alive. Return false if one is."
+  (= 0 (ldb (byte 32 0) (cas (fiber-group-population group) 0 +closed+))))
 
 ;;;; submitting and joining
 
@@ -271,14 +305,13 @@ GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is
   (unless (phase-becomes-p fiber +new+ +parking+) ; nobody else submits it now
     (misuse fiber "~@<~S has been submitted already; make another fiber to call its function ~
                    again.~:@>" fiber))
-  (atomic-incf (fiber-group-alive group))
+  (unless (enter-population group)
+    (setf (fiber-phase fiber) +new+)
+    (misuse fiber "~@<~S cannot run in ~S, which is finished; START-FIBERS starts another ~
+                   group.~:@>" fiber group))
   (handler-bind ((storage-condition (lambda (condition)
                                       (declare (ignore condition))
                                       (undo-enter-group group fiber))))
-    (unless (eq (fiber-group-state group) :running)
-      (undo-enter-group group fiber)
-      (misuse fiber "~@<~S cannot run in ~S, which is finished; START-FIBERS starts another ~
-                     group.~:@>" fiber group))
     (allocate-stack fiber))
   (setf (fiber-group fiber) group
         (fiber-phase fiber) +active+))

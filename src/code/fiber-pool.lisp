@@ -121,6 +121,7 @@
 ;;; Interrupts are enabled in the calls only: nothing can unwind the thread in between.
 (defun run-pool-thread (pool)
   (without-interrupts
+    (accept-signals)
     (loop
       (let ((call (next-call pool))
             (whole nil))

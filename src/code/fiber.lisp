@@ -190,8 +190,8 @@
   ;; Bits of the pollers of sleeping schedulers.
   (idle 0 :type (unsigned-byte 62))
   (searching 0 :type word)
-  ;; Fibers submitted and not ended. Its low half is what FINISH-FIBERS waits on.
-  (alive 0 :type word)
+  ;; How many fibers are alive, and whether there may be more: see fiber-life.lisp.
+  (population 0 :type word)
   ;; Places for spare carriers, and for schedulers that found none; 0 is a free place.
   (spares (make-array 256 :initial-element 0) :type simple-vector :read-only t)
   (orphans (make-array max-pollers :initial-element 0) :type simple-vector :read-only t)
@@ -207,9 +207,16 @@
   (retired '() :type list)
   ;; How often the monitor has looked since it found one stuck.
   (quiet-looks 0 :type fixnum)
-  ;; :RUNNING; :ABORTING when no more fibers are wanted; :STOPPED when carriers are to end
+  ;; :RUNNING, :STOPPED or :FINISHED, see fiber-group.lisp
   (state :running :type symbol))
 (declaim (freeze-type fiber-group))
+
+(defconstant +closed+ (ash 1 32))
+
+(declaim (inline fiber-group-alive))
+(defun fiber-group-alive (group)
+  "How many fibers of GROUP were submitted and have not ended."
+  (ldb (byte 32 0) (fiber-group-population group)))
 
 (defmethod print-object ((group fiber-group) stream)
   (print-unreadable-object (group stream :type t :identity t)
