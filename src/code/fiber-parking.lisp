@@ -407,10 +407,14 @@ has claimed the mutex. Grant it, and return the fiber, else NIL."
           (unpark fiber)
           t)))))
 
+;;; A control stack that overflowed in here would leave the mutex taken, with no owner. So near its end nobody
+;;; is preferred: what is left is the overflow in the wake-up of a free mutex, as a thread has it.
 (declaim (ftype (sfunction (word) boolean) hand-over))
 (defun hand-over (address)
   "Give the pinned mutex whose state is at ADDRESS, and which the caller was about to release, to a fiber
 that has claimed it. Return false if there is none."
-  (let ((bucket (bucket-of address)))
+  (let ((bucket (bucket-of address))
+        (fiber (current-fiber)))
     (and (/= (bucket-claims bucket) 0)
+         (or (null fiber) (waiting-room-p fiber))
          (grant-claim bucket address))))

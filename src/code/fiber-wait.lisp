@@ -41,15 +41,18 @@ WITHOUT-INTERRUPTS is no zone: it is a binding, which goes with the fiber, and h
 ;;; What a wait needs of the control stack, from the question whether it is possible to its end.
 (defconstant waiting-room 8192)
 
+(declaim (inline waiting-room-p ensure-waiting-room))
+(defun waiting-room-p (fiber)
+  (>= (- (sap-int (current-sp)) waiting-room)
+      (+ (fiber-control-stack-start fiber)
+         (extern-alien "fiber_control_reserve" unsigned))))
+
 ;;; A stack that overflows in the midst of a wait is unwound with the fiber in some chain, or with its
 ;;; predecessor forgotten.
-(declaim (inline ensure-waiting-room))
 (defun ensure-waiting-room (fiber)
   "Let FIBER, which is running, be told now if its stack is about to be exhausted."
-  (let ((lowest (- (sap-int (current-sp)) waiting-room)))
-    (when (< lowest (+ (fiber-control-stack-start fiber)
-                       (extern-alien "fiber_control_reserve" unsigned)))
-      (%touch (int-sap lowest)))))
+  (unless (waiting-room-p fiber)
+    (%touch (int-sap (- (sap-int (current-sp)) waiting-room)))))
 
 (declaim (ftype (sfunction () boolean) can-park-p))
 (defun can-park-p ()
