@@ -178,8 +178,9 @@ its carrier, FUNCTION is just called."
   (let ((function (coerce function 'function)))
     (if (can-park-p)
         (let ((call (make-blocking-call function)))
-          (unwind-protect (wait-for-call call)
-            (abandon-call call))
+          (without-interrupts           ; it is abandoned once the fiber is being unwound
+            (unwind-protect (with-local-interrupts (wait-for-call call))
+              (abandon-call call)))
           (call-outcome call))
         (funcall function))))
 

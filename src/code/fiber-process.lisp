@@ -26,34 +26,45 @@
 (defun open-event ()
   (let ((fd (%event-open)))
     (if (minusp fd)
-        (simple-perror "Cannot make an event descriptor to wait for a process" :errno (get-errno))
+        (let ((errno (get-errno)))
+          (with-interrupts
+            (simple-perror "Cannot make an event descriptor to wait for a process" :errno errno)))
         fd)))
 
 (defun drain-event (fd)
   (with-alien ((count (unsigned 64)))
     (sb-unix:unix-read fd (alien-sap (addr count)) 8)))
 
-(defun call-with-event-fd (fd on-event function)
-  "Call FUNCTION while ON-EVENT is called when FD is readable, and then close FD, if there is one."
-  (declare (function function))
-  (if (minusp fd)
-      (funcall function)
-      (unwind-protect (with-fd-handler (fd :input on-event) (funcall function))
-        (sb-unix:unix-close fd))))
+;;; Interrupts are enabled in FUNCTION only: nobody can be unwound with a descriptor that he has not noted, or
+;;; before he has closed it.
+(defun call-with-event-fd (open on-event function)
+  "Call FUNCTION with the descriptor that OPEN returns while ON-EVENT is called when that is readable, and
+then close it; with a negative number, if OPEN returns that."
+  (declare (function open function))
+  (let ((fd -1))
+    (without-interrupts
+      (unwind-protect
+           (if (minusp (setf fd (allow-with-interrupts (funcall open))))
+               (with-local-interrupts (funcall function fd))
+               (with-fd-handler (fd :input on-event)
+                 (with-local-interrupts (funcall function fd))))
+        (unless (minusp fd) (sb-unix:unix-close fd))))))
 
 (defun call-with-process-events (pid function)
   "Call FUNCTION, while the end of process PID is an event, with a descriptor that makes another one when
 WAKE-PROCESS-WAITER is called on it."
   (declare (function function))
-  (let ((event (open-event)))
-    (call-with-event-fd
-     event #'drain-event
-     (lambda ()
-       (call-with-event-fd
-        ;; It fails on old kernels, and if the process has been forgotten: then it has ended already.
-        (%process-open pid)
-        #'invalidate-descriptor         ; it stays readable
-        (lambda () (funcall function event)))))))
+  (declare (function function))
+  (call-with-event-fd
+   #'open-event #'drain-event
+   (lambda (event)
+     (call-with-event-fd
+      ;; It fails on old kernels, and if the process has been forgotten: then it has ended already.
+      (lambda () (%process-open pid))
+      #'invalidate-descriptor           ; it stays readable
+      (lambda (pidfd)
+        (declare (ignore pidfd))
+        (funcall function event))))))
 
 (defmacro with-process-waiter ((pid waiters &rest lock) &body body)
   "Execute BODY such that all changes of process PID are events. WAITERS is the place of the list that
@@ -62,9 +73,10 @@ LOCK, a form without its body, protects."
     `(call-with-process-events
       ,pid
       (lambda (,event)
-        (unwind-protect (progn (,@lock (push ,event ,waiters))
-                               ,@body)
-          (,@lock (setf ,waiters (remove ,event ,waiters :count 1))))))))
+        (without-interrupts
+          (unwind-protect (progn (,@lock (push ,event ,waiters))
+                                 (with-local-interrupts ,@body))
+            (,@lock (setf ,waiters (remove ,event ,waiters :count 1)))))))))
 
 (defun wake-process-waiter (event)
   (%poller-wake event))

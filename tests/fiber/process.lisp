@@ -83,6 +83,27 @@
                  (in-fibers n 6 (lambda (i) (exit-code (format nil "sleep 0.0~D; exit ~D" i (+ i 10)))))))
       (is (equal '(0 1 2 3) (mapcar #'sb-thread:join-thread threads))))))
 
+;;; Prevents: a descriptor that was opened and not noted yet when the waiter was unwound, or one that is in the
+;;; list of those to be written to and has been closed.
+(test waits-that-are-unwound
+  (let ((process (start-shell "exec sleep 60")))
+    (unwind-protect
+         (on-carriers (n)
+           (with-group (group n)
+             (let ((descriptors (open-descriptors)))
+               (loop for i below 100
+                     do (let ((fiber (spawn (group) (sb-ext:process-wait process)))
+                              (thread (make-thread #'sb-ext:process-wait :arguments (list process))))
+                          (loop repeat (random 20) do (sb-thread:thread-yield))
+                          (terminate-fiber fiber)
+                          (sb-thread:terminate-thread thread)
+                          (is (eq :abort (nth-value 1 (fiber-join fiber :default nil :timeout *patience*))))
+                          (join-thread thread :default nil :timeout *patience*)))
+               (is (= descriptors (open-descriptors)))
+               (is (null (sb-impl::process-serve-event-pipe process))))))
+      (sb-ext:process-kill process sb-unix:sigkill)
+      (sb-ext:process-wait process))))
+
 (test a-process-that-has-ended
   (is (eql 4 (in-fiber ()
                (let ((process (start-shell "exit 4")))
