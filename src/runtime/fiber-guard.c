@@ -66,6 +66,18 @@ static char* context_sp(os_context_t* context)
     return (char*)*os_context_register_addr(context, reg_SP);
 }
 
+/* The context of the fiber that TH executes. The switch changes RSP some instructions before
+ * th->fiber_context, and then a signal may come for which the stack has no room. */
+struct fiber_context* fiber_in_use(struct thread* th, os_context_t* context)
+{
+    char* sp = context_sp(context);
+    struct fiber_context *fc = th->fiber_context, *other;
+    if (!arch_pseudo_atomic_atomic(th)
+        || (fc && within(sp, (char*)fc->control_stack_start, (char*)fc - (char*)fc->control_stack_start)))
+        return fc;
+    return (other = fiber_context_at(sp)) ? other : fc;
+}
+
 static struct guards* guards_of(struct fiber_context* fc) { return (struct guards*)&fc->guards; }
 
 static int n_steps(int stack)
@@ -187,11 +199,12 @@ void fiber_close_all_reserves(struct fiber_context* fc)
     guards_of(fc)->told_at = 0;
 }
 
-/* SP is where the fiber has returned to: close what it has left. Is something still open? */
+/* SP is where the fiber has returned to: close what it has left. Is something still open? In the
+ * switch, TH has pointers into the side stacks of another. */
 static bool close_left(struct thread* th, struct fiber_context* fc, char* sp)
 {
     for (int stack = 0; stack < N_STACKS; ++stack)
-        if (reserve_left(th, fc, stack, sp)) close_reserve(fc, stack);
+        if (fc == th->fiber_context && reserve_left(th, fc, stack, sp)) close_reserve(fc, stack);
     if (anything_open(fc)) return 1;
     drop_return_guard(fc);
     guards_of(fc)->told_at = 0;
@@ -386,7 +399,7 @@ extern lispobj lisp_sig_handlers[];
 bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
 {
     struct thread* th = get_sb_vm_thread();
-    struct fiber_context* fc = th ? th->fiber_context : 0;
+    struct fiber_context* fc = th ? fiber_in_use(th, context) : 0;
     if (!fc || info->si_code != SI_KERNEL || !make_signal_room(th, fc, context)) return 0;
     if (th->stop_signal_sent) pthread_kill(pthread_self(), SIG_STOP_FOR_GC);
     static const int lost[] = { SIGURG, SIGALRM, SIGCHLD };
@@ -399,7 +412,7 @@ bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
  * addresses from the geometry of a thread's stacks. */
 bool fiber_handle_fault(struct thread* th, os_context_t* context, os_vm_address_t addr)
 {
-    struct fiber_context* fc = th->fiber_context;
+    struct fiber_context* fc = fiber_in_use(th, context);
     if (fc->return_guard && within(addr, (char*)fc->return_guard, return_guard_size(fc))) {
         return_guard_hit(th, fc, context);
         return 1;

@@ -72,6 +72,8 @@ static inline bool within(os_vm_address_t addr, char* start, uword_t size)
 extern int fiber_raise_guard(char* where, uword_t size);
 extern int fiber_lower_guard(char* where, uword_t size);
 
+extern struct fiber_context* fiber_context_at(char* addr);
+
 /* Close what the fiber that has left the stack may have opened. */
 extern void fiber_close_all_reserves(struct fiber_context* fc);
 

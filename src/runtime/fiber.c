@@ -188,6 +188,16 @@ static int carve_slot(struct fiber_arena* a, uint32_t i)
     return 0;
 }
 
+/* The context of the slot that ADDR is in, or 0. */
+struct fiber_context* fiber_context_at(char* addr)
+{
+    uint32_t n = __atomic_load_n(&n_arenas, __ATOMIC_ACQUIRE);
+    for (struct fiber_arena* a = arenas; a < arenas + n; ++a)
+        if (within(addr, a->base, a->n_slots * a->stride))
+            return slot_context(a, (addr - a->base) / a->stride);
+    return 0;
+}
+
 static struct fiber_arena* arena_of(struct fiber_context* fc)
 {
     return &arenas[fc->index / SLOTS_PER_ARENA];

@@ -39,6 +39,7 @@ extern void fiber_exclude_own_stack(struct thread*, lispobj* from, lispobj* to);
 extern bool fiber_overflow_pending(struct thread*);
 extern void fiber_settle_pending(struct thread*, os_context_t*);
 extern void fiber_end_sleep(void);
+extern struct fiber_context* fiber_in_use(struct thread*, os_context_t*);
 extern bool fiber_handle_failed_delivery(siginfo_t*, os_context_t*);
 extern bool fiber_handle_fault(struct thread*, os_context_t*, os_vm_address_t);
 extern void fiber_scrub_limits(struct thread*, os_vm_address_t* guard,

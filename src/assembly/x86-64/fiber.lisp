@@ -94,7 +94,10 @@
 
   ;; ... load the other. A profiler's signal between the next instructions finds
   ;; RSP outside of the bounds, and bounds that are those of one stack, never a
-  ;; range that spans two: start and end change in one store.
+  ;; range that spans two: start and end change in one store. No instruction faults
+  ;; before FIBER-CONTEXT, by which a handler knows the stack, is that of RSP: they read and write
+  ;; the struct, the contexts, and words of the stacks that were written when those were left. But
+  ;; the frame of a signal may find no room: fiber_in_use() in runtime/fiber-guard.c.
   (inst mov rsp-tn (context rdx-tn fiber-context-control-stack-pointer-slot))
   (copy-pair (thread-slot-ea thread-control-stack-start-slot)
              (context rdx-tn fiber-context-control-stack-start-slot))
