@@ -1177,7 +1177,7 @@ was put."
        ("second" (setf second (if (steps::enter-population group) 1 0)))
        ("finisher" (steps::close-group group)))
     (or (population-problem group (+ first second) nil)
-        (problem (steps::enter-population group) "It is still open."))))
+        (problem (sb-fiber::enter-population group) "It is still open."))))
 
 (test no-fiber-enters-a-group-that-ends
   (holds *submit-and-finish*)
