@@ -487,7 +487,10 @@ void fiber_settle_pending(struct thread* th, os_context_t* context)
     struct fiber_context* fc = th->fiber_context;
     if (!fc || !guards_of(fc)->pending) return;
     clear_pseudo_atomic_interrupted(th);
-    if (context_sp(context) < control_base(fc) + NEAR_THE_END && !in_critical_section(th, context))
+    // Told at the end of a switch, the fiber would be unwound before it has done what its predecessor
+    // on the carrier wants. There, interrupts are off.
+    if (context_sp(context) < control_base(fc) + NEAR_THE_END
+        && read_TLS(INTERRUPTS_ENABLED, th) != NIL && !in_critical_section(th, context))
         tell(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
 }
 
