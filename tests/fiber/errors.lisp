@@ -214,6 +214,12 @@
                 #'string<)
           (if (search "Unhandled" output) output :quiet))))
 
+;;; A fiber that is ended before it has begun has nothing to clean up.
+(defparameter *wait-until-all-have-begun*
+  '(loop while (some #'sb-fiber::fiber-function (list-all-fibers))
+         do (sleep 1/100)
+         finally (sleep 1/10)))
+
 (defparameter *fibers-to-unwind*
   '(defvar *group* (start-fibers (list (make-fiber (lambda () (cleanup "sleep" (sleep 3600))))
                                        (make-fiber (lambda () (cleanup "park" (fiber-park))))
@@ -233,7 +239,7 @@
 ;;; Prevents: cleanup forms that do not run, a wrong code, an EXIT that waits for ever.
 (test exit-unwinds-fibers
   (flet ((exits-with (&rest forms)
-           (apply #'exit-with-cleanups *fibers-to-unwind* '(sleep 1/10) forms)))
+           (apply #'exit-with-cleanups *fibers-to-unwind* *wait-until-all-have-begun* forms)))
     ;; from the main thread, another one, and a fiber
     (is (equal (list 3 *unwound* :quiet) (exits-with '(sb-ext:exit :code 3))))
     (is (equal (list 4 *unwound* :quiet)
@@ -266,12 +272,12 @@
 (test exit-in-handlers
   (is (equal (list 0 *unwound* :quiet)
              (exit-with-cleanups *fibers-to-unwind*
-                                 '(sleep 1/10)
+                                 *wait-until-all-have-begun*
                                  '(sb-unix:unix-kill (sb-unix:unix-getpid) sb-unix:sigterm)
                                  '(sleep 30))))
   (is (equal (list 13 *unwound* :quiet)
              (exit-with-cleanups *fibers-to-unwind*
-                                 '(sleep 1/10)
+                                 *wait-until-all-have-begun*
                                  '(sb-thread:interrupt-thread
                                    (fiber-join (submit-fiber *group*
                                                 (make-fiber (lambda ()
@@ -301,7 +307,7 @@
                                                  (cleanup "stubborn" (sb-sys:without-interrupts (sleep 3600)))))
                                    (make-fiber (lambda () (cleanup "well-behaved" (sleep 3600)))))
                 :carrier-count 1)
-              '(sleep 1/10)
+              *wait-until-all-have-begun*
               '(sb-ext:exit :code 11 :timeout 1)))))
 
 (test errors-during-exit
@@ -310,7 +316,7 @@
        '(start-fibers (list (make-fiber (lambda () (cleanup "failing" (unwind-protect (sleep 3600) (error "oops")))))
                             (make-fiber (lambda () (cleanup "other" (sleep 3600)))))
          :carrier-count 1)
-       '(sleep 1/10)
+       *wait-until-all-have-begun*
        '(sb-ext:enable-debugger)        ; which is not entered
        '(sb-ext:exit :code 12))
     (is (= 12 code))
