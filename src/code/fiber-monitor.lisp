@@ -206,7 +206,7 @@ processor is not stuck."
 ;;;; telling the user
 
 ;;; A warning is printed by a thread of the pool: the stream's lock may belong to the fiber that is stuck. An
-;;; error is signalled in the fiber, where that can be interrupted.
+;;; error is signalled in the fiber, where that can be interrupted. If the pool gets no thread the warning waits.
 (defun report-stuck (carrier turn period)
   (let* ((action *pinned-blocking-action*)
          (fiber (and action (find carrier (list-all-fibers) :key #'fiber-carrier))))
@@ -215,7 +215,7 @@ processor is not stuck."
             (time (ceiling period 1000000)))
         (if (eq action :error)
             (%interrupt-fiber fiber (lambda () (misuse fiber control fiber time)))
-            (call-in-pool (lambda () (warn control fiber time))))))))
+            (ignore-errors (call-in-pool (lambda () (warn control fiber time)))))))))
 
 (declaim (ftype (sfunction (t) list) fiber-group-statistics))
 (defun fiber-group-statistics (group)

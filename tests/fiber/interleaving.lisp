@@ -1082,6 +1082,48 @@ was put."
                           (return (perform :locked seen 0 (lambda () (setf (svref seen 0) 1))))))))
     nil))
 
+;;; A fiber comes home to the spare that has been given the scheduler, and leaves its carrier again.
+(defun use-scheduler (scheduler)
+  (perform :locked scheduler 'user
+           (lambda ()
+             (when (= 1 (sb-fiber::scheduler-steals scheduler))
+               (fail-history "Two use the scheduler."))
+             (setf (sb-fiber::scheduler-steals scheduler) 1)))
+  (perform :locked scheduler 'user (lambda () (setf (sb-fiber::scheduler-steals scheduler) 0))))
+
+(defun leave-carrier (carrier)
+  (steps::end-scheduling carrier)
+  (steps::begin-scheduling carrier)
+  (let ((scheduler (steps::carrier-scheduler carrier)))
+    (when scheduler (use-scheduler scheduler))))
+
+(defparameter *take-away-when-one-comes-home*
+  (history ((group (make-test-group 1))
+            (blocked (make-test-carrier group 0))
+            (spare (make-test-carrier group)))
+      (("blocked" (steps::give-scheduler-away blocked)
+                  (steps::queue-fiber (make-runnable-fiber group (lambda () (leave-carrier spare)) spare)))
+       ("spare" (steps::carrier-loop spare))
+       ("monitor" (steps::take-scheduler-away group spare)))
+    nil))
+
+(defmacro with-taker-who-uses-it (&body body)
+  `(with-changes (("TAKE-SCHEDULER-AWAY" "(pass-scheduler-on group scheduler)"
+                                         "(sb-fiber-tests::use-scheduler scheduler)"))
+     ,@body))
+
+(test who-comes-home-does-not-use-what-is-taken-away
+  (with-short-searches
+    (with-taker-who-uses-it
+      (holds *take-away-when-one-comes-home* :switches 2))))
+
+(test bug-a-spare-that-leaves-fibers-while-it-is-listed
+  (with-short-searches
+    (with-taker-who-uses-it
+      (with-changes (("IDLE-AS-SPARE" "(sleep-on-alarm carrier)"
+                                      "(progn (run-inbox carrier) (sleep-on-alarm carrier))"))
+        (fails *take-away-when-one-comes-home* :switches 2)))))
+
 (test schedulers-taken-away
   (with-short-searches
     (holds *take-away*)

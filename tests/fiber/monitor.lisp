@@ -308,6 +308,33 @@ which begins later."
           (spawn (group) (write-octet out))
           (is (eq :error (join stuck))))))))
 
+;;; The kernel has no thread for the first few spares.
+(defun call-with-spares-refused (n function)
+  (let ((attempts 0))
+    (sb-int:encapsulate 'sb-fiber::start-carrier 'refused
+                        (lambda (start group scheduler)
+                          (if (or scheduler (> (incf attempts) n))
+                              (funcall start group scheduler)
+                              (error "There is no thread."))))
+    (unwind-protect (funcall function)
+      (sb-int:unencapsulate 'sb-fiber::start-carrier 'refused))))
+
+(test spares-that-cannot-be-started-at-once
+  (dolist (seconds '(1/100 nil))
+    (with-stuck-carrier-time (seconds)
+      (call-with-spares-refused
+       5
+       (lambda ()
+         (with-group (group 1)
+           (let* ((semaphore (sb-thread:make-semaphore))
+                  (waiter (spawn (group)
+                            (sb-vm::with-code-pages-pinned (:dynamic)
+                              (sb-thread:wait-on-semaphore semaphore))
+                            :waited))
+                  (other (spawn (group) (sb-thread:signal-semaphore semaphore) :signalled)))
+             (is (eq :signalled (join other)) "~S" seconds)
+             (is (eq :waited (join waiter)) "~S" seconds))))))))
+
 ;;; Carriers that were needed once end, but for those that a pinned fiber will return to.
 (test spares-end
   (with-group (group 2)
@@ -340,13 +367,19 @@ which begins later."
   (with-stuck-carrier-time (nil)
     (with-pipe (in out)
       (with-group (group 1)
-        (let ((stuck (spawn (group) (spin-for 1/10) (read-blocking in)))
-              (other (spawn (group) :other)))
-          (is (eq nil (fiber-join other :default nil :timeout 1/5)))
-          (is (= 0 (stuck-ever group)))
-          (write-octet out)
-          (join stuck)
-          (is (eq :other (join other))))))))
+        (let* ((n (getf (fiber-group-statistics group) :carriers)) ; more if migration is forced
+               (began (list 0))
+               (stuck (loop repeat n collect (spawn (group)
+                                               (sb-ext:atomic-incf (car began))
+                                               (spin-for 1/10)
+                                               (read-blocking in)))))
+          (is-true (sb-ext:wait-for (= n (car began)) :timeout *patience*))
+          (let ((other (spawn (group) :other)))
+            (is (eq nil (fiber-join other :default nil :timeout 1/5)))
+            (is (= 0 (stuck-ever group)))
+            (loop repeat n do (write-octet out))
+            (join-all stuck)
+            (is (eq :other (join other)))))))))
 
 ;;;; the monitor itself
 
