@@ -51,4 +51,6 @@ it is to be scheduled otherwise."
 (defun timers-with-alarms ()
   (loop for group in *groups*
         nconc (loop for scheduler across (fiber-group-schedulers group)
-                    nconc (mapcar #'alarm-timer (heap-alarms (scheduler-deadlines scheduler))))))
+                    nconc (loop for alarm in (heap-alarms (scheduler-deadlines scheduler))
+                                ;; that of INTERRUPT-LATER has none
+                                when (alarm-timer alarm) collect it))))

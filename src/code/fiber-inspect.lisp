@@ -19,6 +19,8 @@
 interrupted for it, and makes the backtrace itself."
   (cond ((eq fiber *current-thread*)
          (sb-debug:print-backtrace :stream stream :count count))
+        ((= (fiber-phase-only fiber) +new+)
+         (format stream "~S has not begun.~%" fiber))
         (t
          (let ((text nil)
                (done (sb-thread:make-semaphore)))

@@ -255,12 +255,16 @@ wait itself. To be called when it has been found that it would."
 
 (defun park-before-poll (pollfds n milliseconds)
   "Park until poll(2) with these arguments would not wait, or its time is over. Return false if it must
-wait itself. To be called when it has been found that it would."
-  (park-on-set (lambda ()
-                 (alien-funcall (extern-alien "fiber_poll_set"
-                                              (function (signed 64) system-area-pointer int))
-                                pollfds n))
-               (and (>= milliseconds 0) (nanoseconds-from-now (* milliseconds 1000000)))))
+wait itself."
+  (cond ((= milliseconds 0)
+         (take-turn +call-cost+) ; as in (LOOP UNTIL ... DO (SERVE-ALL-EVENTS 0))
+         t)
+        (t
+         (park-on-set (lambda ()
+                        (alien-funcall (extern-alien "fiber_poll_set"
+                                                     (function (signed 64) system-area-pointer int))
+                                       pollfds n))
+                      (and (> milliseconds 0) (nanoseconds-from-now (* milliseconds 1000000)))))))
 
 ;;;; sockets
 
@@ -316,6 +320,13 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
   (let ((cell (and (typep fd '(unsigned-byte 20)) (find-fd-cell fd nil))))
     (when cell (setf (fd-cell-nonblocking-by-us cell) nil))))
 
+(defconstant af-unix 1)
+
+;;; If the queue of a local listener is full, connect(2) that does not wait fails with EAGAIN, and nothing
+;;; tells when there is room.
+(defun local-address-p (address)
+  (= af-unix (sap-ref-16 (alien-sap address) 0)))
+
 (defun parking-connect (fd address size)
   "connect(2) to ADDRESS, an alien pointer, parking while it is in progress if this is a fiber. -1 and
 errno if it fails."
@@ -330,11 +341,22 @@ errno if it fails."
           (let* ((cell (find-fd-cell fd t))
                  (generation (fd-cell-generation cell)))
             (unwind-protect
-                 (cond ((= 0 (connect)) 0)
-                       ((= (get-errno) errno-einprogress)
-                        (with-local-interrupts (park-on-fd fd +output+ nil))
-                        (finish))
-                       (t -1))
+                 (loop
+                   (when (= 0 (connect)) (return 0))
+                   (let ((errno (get-errno)))
+                     (cond ((= errno errno-einprogress)
+                            (with-local-interrupts (park-on-fd fd +output+ nil))
+                            (let ((result (finish)))
+                              ;; The kernel takes the socket for connected, and refuses to do it
+                              ;; again, once it has been asked again.
+                              (when (= result 0) (connect))
+                              (return result)))
+                           ((and (= errno sb-unix:ewouldblock) (local-address-p address))
+                            (with-local-interrupts
+                              (park-until (nanoseconds-from-now 10000000))
+                              (unless (= generation (fd-cell-generation cell))
+                                (error 'descriptor-closed :descriptor fd))))
+                           (t (return -1)))))
               ;; The number may be another file's by now.
               (when (= generation (fd-cell-generation cell))
                 (alien-funcall (extern-alien "fiber_set_blocking" (function int int)) fd))))
@@ -358,7 +380,7 @@ errno if it fails."
         (now (parking-flags fd flags)))
     (declare (type index sent))
     (loop
-      (let ((count (with-parking (fd :output)
+      (let ((count (with-parking (fd :output :when (not (logtest flags msg-dontwait)))
                      (alien-funcall (extern-alien "send" (function (signed 64) int
                                                                    system-area-pointer
                                                                    unsigned int))
@@ -367,6 +389,7 @@ errno if it fails."
         (setf sent (truly-the index (+ sent count)))
         (when (or (= now flags) (>= sent length)) (return sent))))))
 
+(defconstant msg-peek 2)
 (defconstant msg-waitall #x100)
 
 (defun parking-receive (fd buffer length flags address size)
@@ -374,7 +397,10 @@ errno if it fails."
 that waits does it. -1 and errno if it fails."
   (declare (type (unsigned-byte 32) flags) (type index length))
   (let* ((received 0)
-         (now (parking-flags fd flags))
+         ;; What is only looked at stays: asking again would give the same bytes.
+         (now (if (= (logand flags (logior msg-peek msg-waitall)) (logior msg-peek msg-waitall))
+                  flags
+                  (parking-flags fd flags)))
          (all (and (/= now flags)
                    (logtest flags msg-waitall)
                    (= 1 (alien-funcall (extern-alien "fiber_is_stream" (function int int)) fd)))))

@@ -37,7 +37,7 @@ FIBER-FAILED-CAUSE is that error."))
       (format stream "~@[~S ~]~(~A~)~@[ on ~A~]" (fiber-%name fiber) state
               (typecase reason
                 (null nil)
-                ((cons (eql :descriptor)) (format nil "descriptor ~D" (second reason)))
+                ((cons (eql :descriptor) cons) (format nil "descriptor ~D" (second reason)))
                 (t reason)))
       (when (eq state :finished)
         (print-values (fiber-result fiber) stream)))))
@@ -80,14 +80,17 @@ to which they are bound in the fiber."
               :format-arguments (list function)))))
 
 (defun check-initial-bindings (bindings)
+  "A copy of BINDINGS, an alist: the first entry for a symbol counts."
   (unless (and (proper-list-p bindings)
-               (every (lambda (entry) (and (consp entry) (symbolp (car entry)))) bindings))
+               (every (lambda (entry)
+                        (and (consp entry) (symbolp (car entry)) (not (constantp (car entry)))))
+                      bindings))
     (error 'simple-type-error
            :datum bindings :expected-type 'list
-           :format-control "~@<The initial bindings ~S are not a list of conses of a symbol and ~
-                            a value.~:@>"
+           :format-control "~@<The initial bindings ~S are not a list of conses of a symbol, the name of a ~
+                            variable, and a value.~:@>"
            :format-arguments (list bindings)))
-  (copy-alist bindings))
+  (copy-alist (remove-duplicates bindings :key #'car :from-end t)))
 
 (declaim (ftype (sfunction (fiber) (or null string)) fiber-name))
 (defun fiber-name (fiber)
@@ -344,8 +347,8 @@ are over before."
   (with-pinned-objects (object)
     (until-time-limit (limit timeout)
       (unless (= (sap-ref-32 (int-sap address) 0) value) (return t))
-      (unless (deadline-passed-p limit)
-        (multiple-value-call #'wait-on-word address value (time-left limit))))))
+      ;; Also for no time: who polls lets others run.
+      (multiple-value-call #'wait-on-word address value (time-left limit)))))
 
 ;;;; interrupting
 
@@ -363,9 +366,12 @@ FIBER has ended. All that is said of INTERRUPT-THREAD holds for this."
   "End FIBER, unwinding its stack from wherever it is: cleanup forms run, and joining it finds
 it aborted. A fiber that was not submitted never runs. Signals an INTERRUPT-THREAD-ERROR if
 FIBER has ended. All that is said of TERMINATE-THREAD holds for this."
-  (if (phase-becomes-p fiber +new+ +parking+)
-      (declare-dead fiber)
-      (interrupt-fiber fiber #'sb-thread:abort-thread)))
+  (unless (without-interrupts ; nobody else moves it from +PARKING+
+            (when (phase-becomes-p fiber +new+ +parking+)
+              (declare-dead fiber)
+              t))
+    (interrupt-fiber fiber #'sb-thread:abort-thread))
+  nil)
 
 ;;;; what users park for
 
@@ -385,9 +391,8 @@ who look at the fiber."
   (let ((fiber (truly-the fiber *current-thread*)))
     (until-time-limit (limit timeout)
       (when (= (cas (fiber-user-permit fiber) 1 0) 1) (return t))
-      (unless (deadline-passed-p limit)
-        (without-interruptions (park reason limit))
-        (see-interruptions fiber)))))
+      (without-interruptions (park reason limit)) ; also for no time: who polls lets others run
+      (see-interruptions fiber))))
 
 (declaim (ftype (sfunction (fiber) null) fiber-unpark))
 (defun fiber-unpark (fiber)

@@ -134,17 +134,22 @@
                 (leave-pool pool))))))))
 
 (defun make-call (call)
-  "Make CALL, unless it was abandoned. Returns whatever becomes of it, but if the process exits."
+  "Make CALL, unless it was abandoned. Returns whatever becomes of it."
   (declare (blocking-call call))
   (setf (blocking-call-thread call) *current-thread*)
   (when (eq (cas (blocking-call-state call) :queued :running) :queued)
-    (unwind-protect
-         (catch 'abandoned
-           (catch 'sb-thread::%abort-thread
-             (catch 'sb-thread::%return-from-thread
-               (let ((*blocking-call* call))
-                 (call-for-fiber call)))))
-      (end-call call))))
+    (let ((exits nil))
+      (unwind-protect
+           (setf exits (catch 'sb-impl::%end-of-the-world
+                         (catch 'abandoned
+                           (catch 'sb-thread::%abort-thread
+                             (catch 'sb-thread::%return-from-thread
+                               (let ((*blocking-call* call))
+                                 (call-for-fiber call)))))
+                         nil))
+        ;; This thread, being ephemeral, would end and leave *EXIT-LOCK* locked. The fiber
+        ;; waits for the end of the process.
+        (if exits (exit-by-thread) (end-call call))))))
 
 (defun call-for-fiber (call)
   ;; The debugger is what remains if no handler wants a condition that ERROR signals.

@@ -54,7 +54,6 @@ then close it; with a negative number, if OPEN returns that."
   "Call FUNCTION, while the end of process PID is an event, with a descriptor that makes another one when
 WAKE-PROCESS-WAITER is called on it."
   (declare (function function))
-  (declare (function function))
   (call-with-event-fd
    #'open-event #'drain-event
    (lambda (event)

@@ -223,10 +223,11 @@ if it enables interrupts or exits non-locally, as in a thread."
 (defun park-until (deadline)
   "Park until DEADLINE, or for ever if it is NIL. Interruptions run, and the wait goes on."
   (let ((fiber (truly-the fiber *current-thread*)))
+    ;; Once at least: (SLEEP 0) in a loop lets others run.
     (loop
-      (when (deadline-passed-p deadline) (return))
       (without-interruptions (park :sleep deadline))
-      (see-interruptions fiber))))
+      (see-interruptions fiber)
+      (when (deadline-passed-p deadline) (return)))))
 
 (defun sleep-in-fiber (nanoseconds)
   "What SLEEP does in a fiber."

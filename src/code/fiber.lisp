@@ -47,13 +47,15 @@
 ;;;;
 ;;;; The phases of a fiber, in its slot PHASE, moved by compare-and-swap:
 ;;;;
-;;;;   new      -> active    who submits it                   (and queues it)
+;;;;   new      -> parking   who submits or terminates it     (nobody else does so now)
+;;;;   parking  -> active    who submits it                   (and queues it)
+;;;;   parking  -> new       the same, if there is no stack or the group is finished
 ;;;;   active   -> parking   the fiber, about to leave        (no permit there)
 ;;;;   parking  -> parked    its successor on the carrier     (no permit there)
 ;;;;   parking  -> active    its successor, finding a permit  (and queues it, takes the permit)
 ;;;;   parked   -> active    who unparks it                   (and queues it)
 ;;;;   active   -> dead      the fiber, at its end
-;;;;   new      -> dead      who terminates it
+;;;;   parking  -> dead      who terminates it while it is new
 ;;;;
 ;;;; The *permit* is a bit beside the phase. UNPARK sets it unless the fiber is parked, or has
 ;;;; not begun; PARK

@@ -333,7 +333,7 @@
   (signals undefined-function (make-fiber 'no-such-function))
   (dolist (size '(-1 0 1 65535 1.5 "64" nil #.(ash 1 40)))
     (signals type-error (make-fiber #'list :stack-size size)))
-  (dolist (bindings '(42 ((1 . 2)) (*print-base*) ((*print-base* . 2) . 3)))
+  (dolist (bindings '(42 ((1 . 2)) (*print-base*) ((*print-base* . 2) . 3) ((nil . 1)) ((:a . 1))))
     (signals type-error (make-fiber #'list :initial-bindings bindings)))
   (signals error (make-fiber #'list :name 42)))
 
@@ -874,6 +874,8 @@
       (is (eq :new (fiber-state fiber)))
       (is (search "eater" (princ-to-string fiber)))
       (is (not (member fiber (list-all-fibers))))
+      (is (search "has not begun" (with-output-to-string (out)
+                                    (print-fiber-backtrace fiber :stream out))))
       (submit-fiber group fiber)
       (wait-until-parked fiber)
       (is (equal '(:parked :lunch) (multiple-value-list (fiber-state fiber))))
@@ -888,7 +890,11 @@
       (is (eq :finished (fiber-state fiber)))
       (is (not (member fiber (list-all-fibers))))
       (is (stringp (princ-to-string group)))
-      (is (stringp (princ-to-string fiber))))))
+      (is (stringp (princ-to-string fiber))))
+    (let ((fiber (spawn (group) (fiber-park :reason '(:descriptor . 5)))))
+      (wait-until-parked fiber)
+      (is (search "5" (princ-to-string fiber)))
+      (fiber-unpark fiber))))
 
 ;;; Also when the fiber is not mounted, when a collection has moved the value, and from a fiber.
 (test symbol-value-in-thread

@@ -351,10 +351,12 @@ when this returns."
                                        collect (let ((i i))
                                                  (spawn (group)
                                                    (let ((*variable* (fresh-data i)))
-                                                     (sb-ext:atomic-incf (car started))
-                                                     (unwind-protect (fiber-park)
-                                                       (when (intact-p *variable* i)
-                                                         (sb-ext:atomic-incf (car cleaned))))))))))
+                                                     (sb-sys:without-interrupts
+                                                       (sb-ext:atomic-incf (car started))
+                                                       (unwind-protect
+                                                            (sb-sys:with-local-interrupts (fiber-park))
+                                                         (when (intact-p *variable* i)
+                                                           (sb-ext:atomic-incf (car cleaned)))))))))))
                      (mapc #'terminate-fiber fibers)
                      (dolist (fiber fibers)
                        (fiber-join fiber :default nil :timeout *patience*))))

@@ -264,6 +264,23 @@
         (send-line out "handled")
         (is (string= "handled" (join fiber)))))))
 
+;;; What the kernel does not take is written by who finishes, not by a handler of a fiber that is dead.
+(test output-of-a-stream-that-serves-events
+  (on-carriers (n)
+    (with-group (group n)
+      (multiple-value-bind (in out) (sb-posix:pipe)
+        (let ((stream (sb-sys:make-fd-stream out :output t :buffering :full :serve-events t))
+              (input (sb-sys:make-fd-stream in :input t :buffering :full))
+              (length 300000))
+          (let ((reader (spawn (group) (sleep 1/100) (loop while (read-char input nil) count t))))
+            (loop repeat 2
+                  do (join (spawn (group)
+                             (write-string (make-string length :initial-element #\x) stream)
+                             (force-output stream))))
+            (join (spawn (group) (finish-output stream) (close stream)))
+            (is (= (* 2 length) (join reader)))
+            (close input)))))))
+
 ;;;; Closing
 
 (defun closers ()
@@ -552,6 +569,29 @@
         (sb-ext:schedule-timer timer 1/100)
         (is (eq :woken (join fiber)))
         (is (eq fiber ran-in))))))
+
+;;; A loop that waits for no time lets the others run, as it does in a thread. The monitor would help them.
+(test waiting-for-no-time-lets-others-run
+  (let ((stuck *stuck-carrier-time*)
+        (semaphore (make-semaphore)))
+    (unwind-protect
+         (progn
+           (setf *stuck-carrier-time* nil)
+           (with-group (group 1)
+             (let ((sleeper (spawn (group) (fiber-park))))
+               (dolist (wait (list (lambda () (sleep 0))
+                                   (lambda () (sleep 1d-9))
+                                   (lambda () (fiber-park :timeout 0))
+                                   (lambda () (fiber-join sleeper :timeout 0 :default nil))
+                                   (lambda () (sb-sys:serve-all-events 0))
+                                   (lambda () (wait-on-semaphore semaphore :timeout 1/1000000))))
+                 (let* ((other nil)
+                        (first (spawn (group) (fiber-yield)
+                                 (loop repeat 100000 until other do (funcall wait) finally (return other)))))
+                   (spawn (group) (setf other t))
+                   (is (eq t (join first)))))
+               (fiber-unpark sleeper))))
+      (setf *stuck-carrier-time* stuck))))
 
 ;;;; Numbers
 

@@ -394,3 +394,10 @@ if the call was unwound."
                                                                     (lambda () (loop (sleep 1)))))))"
                                          "--eval" "(sleep 1/10)"
                                          "--eval" "(sb-ext:exit)"))))))
+
+;;; Prevents: a process that never ends, since a dead thread holds the lock of EXIT.
+(test exit-in-a-call
+  (is (= 7 (call-in-child (list "--eval" "(sb-fiber:run-fibers
+                                            (sb-fiber:make-fiber
+                                              (lambda () (sb-fiber:call-blocking
+                                                           (lambda () (sb-ext:exit :code 7))))))")))))

@@ -252,6 +252,66 @@
                                       (list (socket-receive a nil 10 :dontwait t)
                                             (non-blocking-mode a))))))))))
 
+;;;; What differs between a call that waits, and one that must not
+
+(defun in-thread-and-fiber (function)
+  "The values of FUNCTION in a thread and in a fiber."
+  (list (join-thread (make-thread function) :timeout *patience*)
+        (in-fiber () (funcall function))))
+
+(test sending-without-waiting
+  (is (equal '(nil nil)
+             (in-thread-and-fiber
+              (lambda ()
+                (with-sockets (a b)
+                  (let ((octets (octets 100000)))
+                    (loop repeat 1000 always (socket-send a octets nil :dontwait t)))))))))
+
+(test looking-at-all-of-a-message
+  (is (equal '("abcd" "abcd")
+             (in-thread-and-fiber
+              (lambda ()
+                (with-sockets (a b)
+                  (let ((sender (make-thread (lambda ()
+                                               (socket-send a "ab" 2)
+                                               (sleep 1/10)
+                                               (socket-send a "cd" 2)))))
+                    (prog1 (subseq (socket-receive b nil 4 :peek t :waitall t) 0 4)
+                      (join-thread sender)))))))))
+
+(test connecting-twice
+  (is (equal '(106 106)
+             (in-thread-and-fiber
+              (lambda ()
+                (let* ((listener (listening-socket))
+                       (socket (connected-socket (port-of listener))))
+                  (unwind-protect (handler-case (socket-connect socket *loopback* (port-of listener))
+                                    (sb-bsd-sockets:socket-error (c) (sb-bsd-sockets::socket-error-errno c)))
+                    (socket-close socket)
+                    (socket-close listener))))))))
+
+;;; One that is accepted makes room for the next.
+(test connecting-where-many-wait
+  (on-carriers (n)
+    (with-group (group n)
+      (uiop:with-temporary-file (:pathname file)
+        (let ((listener (make-instance 'local-socket :type :stream))
+              (name (format nil "~A.socket" (sb-ext:native-namestring file))))
+          (socket-bind listener name)
+          (socket-listen listener 0)
+          (let ((clients (loop repeat 5
+                               collect (spawn (group)
+                                         (let ((socket (make-instance 'local-socket :type :stream)))
+                                           (socket-connect socket name)
+                                           (socket-close socket)
+                                           t)))))
+            (spawn (group)
+              (sleep 1/50)
+              (loop repeat 5 do (socket-close (socket-accept listener))))
+            (is (all-true-p (join-all clients))))
+          (socket-close listener)
+          (delete-file name))))))
+
 ;;;; usocket
 
 (defun usocket-pair ()

@@ -180,7 +180,7 @@
                           (make-fiber (lambda ()
                                         (pause)
                                         (list *variable* *other* (read-unbound '*unbound*)))
-                                      :initial-bindings '((*variable* . 1) (*other* . nil)))))))))
+                                      :initial-bindings '((*variable* . 1) (*other* . nil) (*variable* . 2)))))))))
     (is (eq :global *variable*))))
 
 ;;; Variables of the system that each thread has for itself, and some that are only set, not bound. Prevents: a
