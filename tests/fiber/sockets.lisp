@@ -294,23 +294,24 @@
 (test connecting-where-many-wait
   (on-carriers (n)
     (with-group (group n)
-      (uiop:with-temporary-file (:pathname file)
-        (let ((listener (make-instance 'local-socket :type :stream))
-              (name (format nil "~A.socket" (sb-ext:native-namestring file))))
-          (socket-bind listener name)
-          (socket-listen listener 0)
-          (let ((clients (loop repeat 5
-                               collect (spawn (group)
-                                         (let ((socket (make-instance 'local-socket :type :stream)))
-                                           (socket-connect socket name)
-                                           (socket-close socket)
-                                           t)))))
-            (spawn (group)
-              (sleep 1/50)
-              (loop repeat 5 do (socket-close (socket-accept listener))))
-            (is (all-true-p (join-all clients))))
-          (socket-close listener)
-          (delete-file name))))))
+      (let ((listener (make-instance 'local-socket :type :stream))
+            (name (format nil "/tmp/fiber-sockets-~D" (sb-posix:getpid))))
+        (flet ((client ()
+                 (let ((socket (make-instance 'local-socket :type :stream)))
+                   (socket-connect socket name)
+                   (socket-close socket)
+                   t)))
+          (unwind-protect
+               (progn
+                 (socket-bind listener name)
+                 (socket-listen listener 0)
+                 (let ((clients (loop repeat 5 collect (spawn (group) (client)))))
+                   (spawn (group)
+                     (sleep 1/50)
+                     (loop repeat 5 do (socket-close (socket-accept listener))))
+                   (is (all-true-p (join-all clients)))))
+            (socket-close listener)
+            (delete-file name)))))))
 
 ;;;; usocket
 
