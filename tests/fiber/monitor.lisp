@@ -398,7 +398,8 @@ which begins later."
     (let* ((monitor (sb-fiber::fiber-group-monitor group))
            (before (context-switches monitor)))
       (sleep 1/2)
-      (is (= before (context-switches monitor))))))
+      ;; It may have been about to fall asleep, and a collection wakes it; looking would wake it 50 times.
+      (is (< (- (context-switches monitor) before) 10)))))
 
 (test a-parked-fiber-is-not-stuck
   (with-group (group 2)
