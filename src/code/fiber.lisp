@@ -58,10 +58,9 @@
 ;;;;   parking  -> dead      who terminates it while it is new
 ;;;;
 ;;;; The *permit* is a bit beside the phase. UNPARK sets it unless the fiber is parked, or has
-;;;; not begun; PARK
-;;;; consumes it instead of parking. So an unpark that comes before the park is not lost. ACTIVE
-;;;; covers runnable and mounted, which differ in the slot CARRIER only: a yield changes
-;;;; no phase.
+;;;; not begun; PARK consumes it instead of parking. So an unpark that comes before the park is
+;;;; not lost. ACTIVE covers runnable and mounted, which differ in the slot CARRIER only: a yield
+;;;; changes no phase.
 ;;;;
 ;;;; Why it is the *successor* who ends the parking: until the switch has saved the context, the
 ;;;; fiber still runs on its stack, and a carrier that resumed it then would run on the same stack.
@@ -75,7 +74,7 @@
 ;;;; first queues it, then reads IDLE; if a bit is set there and no carrier is already
 ;;;; searching, he clears a bit and wakes that carrier. Between "queue, then read IDLE" and
 ;;;; "enter IDLE, then look" there is a full barrier on both sides (a compare-and-swap), so that one
-;;;; of them sees the other: no wake-up is lost, and nobody wakes by time only to look. One
+;;;; of them sees the other: no wake-up is lost, and no carrier wakes by time only to look. One
 ;;;; searcher is enough, since it wakes another when it finds something and more is left.
 ;;;;
 ;;;; Interrupting. Who wants a fiber to call a function queues that in the fiber, and then
