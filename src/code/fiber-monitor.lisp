@@ -151,6 +151,17 @@ true if there is more to do."
       (await-end-of-use group carrier scheduler)
       (pass-scheduler-on group scheduler))))
 
+;;;; sleeping
+
+(defun sleep-until-alarm (group nanoseconds)
+  "Sleep until the alarm of the monitor of GROUP is set, for NANOSECONDS at most if that is not NIL, or until a
+signal comes."
+  (with-pinned-objects (group)
+    (if nanoseconds
+        (multiple-value-bind (seconds rest) (truncate nanoseconds 1000000000)
+          (wait-natively (fiber-group-monitor-alarm-address group) 0 seconds (ceiling rest 1000)))
+        (wait-natively (fiber-group-monitor-alarm-address group) 0 -1 0))))
+
 ;;;; what is stuck
 
 (defun thread-time (carrier)
@@ -162,14 +173,18 @@ true if there is more to do."
   (= 1 (alien-funcall (extern-alien "fiber_thread_waits" (function int int))
                       (sb-thread:thread-os-tid (carrier-thread carrier)))))
 
-;;; After a collection some threads are still about to be released when others, we among them, run.
-(defun keeps-waiting-p (carrier turn)
-  (and (waits-in-kernel-p carrier)
-       (progn (sb-unix:nanosleep 0 500000)
-              (waits-in-kernel-p carrier))
-       (= turn (carrier-turn carrier))))
+;;; After a collection some threads are still about to be released when others, we among them, run. We do
+;;; not call NANOSLEEP: the kernel counts from anew, with its slack, after each signal of the collector,
+;;; which may be for ever.
+(defun keeps-waiting-p (group carrier turn)
+  (let ((until (nanoseconds-from-now 500000)))
+    (and (waits-in-kernel-p carrier)
+         (progn (sleep-until-alarm group 500000)
+                (deadline-passed-p until))
+         (waits-in-kernel-p carrier)
+         (= turn (carrier-turn carrier)))))
 
-(defun stuck-p (carrier now period)
+(defun stuck-p (group carrier now period)
   "Has CARRIER, which has a scheduler, run the same fiber for PERIOD? A thread that just has had no
 processor is not stuck."
   (let ((turn (carrier-turn carrier)))
@@ -182,13 +197,13 @@ processor is not stuck."
                  (carrier-seen-time carrier) (thread-time carrier))
            nil)
           ((< (- now (carrier-seen-since carrier)) period) nil)
-          (t (or (keeps-waiting-p carrier turn)
+          (t (or (keeps-waiting-p group carrier turn)
                  (>= (- (thread-time carrier) (carrier-seen-time carrier)) (ash period -1)))))))
 
 (defun look-at-carriers (group period)
   (let ((now (fiber-now)))
     (dolist (carrier (fiber-group-carriers group))
-      (when (stuck-p carrier now period)
+      (when (stuck-p group carrier now period)
         (relieve group carrier (carrier-seen-turn carrier) period)))))
 
 (defun relieve (group carrier turn period)
@@ -248,11 +263,7 @@ processor is not stuck."
         always (logbitp (poller-index (scheduler-poller scheduler)) (fiber-group-idle group))))
 
 (defun wait-for-alarm (group nanoseconds)
-  (with-pinned-objects (group)
-    (if nanoseconds
-        (multiple-value-bind (seconds rest) (truncate nanoseconds 1000000000)
-          (wait-natively (fiber-group-monitor-alarm-address group) 0 seconds (ceiling rest 1000)))
-        (wait-natively (fiber-group-monitor-alarm-address group) 0 -1 0)))
+  (sleep-until-alarm group nanoseconds)
   (setf (fiber-group-monitor-alarm group) 0)
   (barrier (:memory)))
 
