@@ -401,6 +401,23 @@ which begins later."
       ;; It may have been about to fall asleep, and a collection wakes it; looking would wake it 50 times.
       (is (< (- (context-switches monitor) before) 10)))))
 
+;;; Prevents: a look that never ends, since each collection prolongs the sleep in it. The alarm on which it
+;;; sleeps belongs to no monitor: a ring wakes one sleeper.
+(test a-look-ends-under-collections
+  (with-group (group 1)
+    (join (spawn (group) nil))
+    (let* ((stop nil)
+           (carrier (first (sb-fiber::fiber-group-carriers group)))
+           (alone (sb-fiber::%make-fiber-group nil))
+           (collector (make-thread (lambda () (loop until stop do (sb-ext:gc)))))
+           (looks (make-thread (lambda ()
+                                 (loop repeat 100
+                                       do (sb-fiber::keeps-waiting-p alone carrier (sb-fiber::carrier-turn carrier)))
+                                 :ended))))
+      (is (eq :ended (join-thread looks :timeout *patience* :default :hangs)))
+      (setf stop t)
+      (join-thread collector))))
+
 (test a-parked-fiber-is-not-stuck
   (with-group (group 2)
     (join-all (loop repeat 10 collect (spawn (group) (loop repeat 20 do (sleep 1/200)))))
