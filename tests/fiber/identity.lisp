@@ -108,6 +108,24 @@ is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOU
             (setf stop t))
           (is (every #'identity (join-all fibers))))))))
 
+;;; Also when the fiber is not mounted, when a collection has moved the value, and from a fiber.
+(test symbol-value-in-thread
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((fiber (wait-until-parked (spawn (group) (let ((*print-base* 7) (*print-radix* (list 1)))
+                                                       (fiber-park)
+                                                       (list *print-base* *print-radix*))))))
+        (sb-ext:gc)
+        (flet ((value (symbol) (sb-thread:symbol-value-in-thread symbol fiber)))
+          (is (eql 7 (value '*print-base*)))
+          (is (equal '(1) (value '*print-radix*)))
+          (is (equal '(1) (join (spawn (group) (value '*print-radix*)))))
+          (setf (sb-thread:symbol-value-in-thread '*print-base* fiber) 8)
+          (is (eql 8 (value '*print-base*)))
+          (fiber-unpark fiber)
+          (is (equal '(8 (1)) (join fiber)))
+          (signals error (value '*print-base*)))))))
+
 ;;;; Names, numbers, lists
 
 (defun os-thread-names ()

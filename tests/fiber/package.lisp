@@ -94,6 +94,9 @@
     (join-all (loop for i below n
                     collect (let ((i i)) (spawn (group) (funcall function i)))))))
 
+(define-condition expected-error (error) ()
+  (:report "an error that the test expects"))
+
 (defun call-with-error-output (function stream)
   "Call FUNCTION while STREAM is the global *ERROR-OUTPUT*, the one that fibers and threads have."
   (let ((old (sb-ext:symbol-global-value '*error-output*)))
@@ -165,6 +168,45 @@ than before; only so, if the environment wants it."
 (defun wait-until-parked (fiber)
   (wait-until (eq :parked (fiber-state fiber)))
   fiber)
+
+(defmacro parked-fibers (group &body forms)
+  "A list of parked fibers, each of which has executed one of FORMS, with a cleanup that counts in CLEANED."
+  `(mapcar #'wait-until-parked
+           (list ,@(loop for form in forms
+                         collect `(spawn (,group)
+                                    (unwind-protect ,form
+                                      (fiber-yield)
+                                      (sb-ext:atomic-incf (car cleaned))))))))
+
+(defun all-ways-to-park (group cleaned)
+  "A list of fibers of GROUP, parked in each of these ways, that count in CLEANED when they are ended; and a
+fiber that one of them waits for."
+  (let ((mutex (sb-thread:make-mutex)) (queue (sb-thread:make-waitqueue))
+        (semaphore (sb-thread:make-semaphore)) (held (sb-thread:make-mutex))
+        (other (spawn (group) (fiber-park))))
+    (sb-thread:grab-mutex held)
+    (values
+     (parked-fibers group
+       (fiber-park)
+       (fiber-park :timeout 3600)
+       (sleep 3600)
+       (sleep 1e6)
+       (sleep 3601/2)
+       (fiber-wait-for (constantly nil))
+       (sb-thread:with-mutex (held))
+       (sb-thread:grab-mutex held :timeout 3600)
+       ;; It may return for nothing, as when two begin to wait at a time.
+       (sb-thread:with-mutex (mutex) (loop (sb-thread:condition-wait queue mutex)))
+       (sb-thread:with-mutex (mutex) (loop (sb-thread:condition-wait queue mutex :timeout 3600)))
+       (sb-thread:wait-on-semaphore semaphore)
+       ;; OTHER may be ended before: the error would unwind this fiber, and its end come in a cleanup form.
+       (progn (fiber-join other :default nil) (fiber-park))
+       (with-fiber-pinned (fiber-park))
+       (handler-bind ((error (lambda (condition) (declare (ignore condition)) (fiber-park))))
+         (car (eval 1)))
+       (sb-ext:with-timeout 3600 (sleep 3600))
+       (sb-sys:with-deadline (:seconds 3600) (fiber-park)))
+     other)))
 
 (defun wait-for-end (fiber)
   "How FIBER ended: :ABORT, or NIL if it returned."

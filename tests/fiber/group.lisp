@@ -1,0 +1,244 @@
+;;;; Groups of carriers, how they begin and how they end: fiber-group.lisp
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* group)
+
+;;;; Carriers that are not to be had
+
+;;; 62 carriers are all that there can be. Prevents: numbers of pollers, or descriptors, that an attempt to
+;;; start too many keeps.
+(test too-many-carriers
+  (flet ((start (n) (finish-fibers (start-fibers nil :carrier-count n))))
+    (is (eq t (start 62)))
+    (let ((group (start-fibers nil :carrier-count 40)))
+      (signals error (start 40))
+      (finish-fibers group))
+    (is (eq t (start 62)))))
+
+(defun pollers-in-use ()
+  (count-if-not #'null sb-fiber::*pollers*))
+
+;;; A poller needs two descriptors. Prevents: one of them, or a poller, that is left behind.
+(test no-descriptors-left
+  (let ((descriptors (loop for fd = (sb-unix:unix-open "/dev/null" sb-unix:o_rdonly 0)
+                           while fd collect fd))
+        (pollers (pollers-in-use)))
+    (unwind-protect
+         (loop repeat 6
+               do (signals error (start-fibers nil :carrier-count 4))
+                  (is (= pollers (pollers-in-use)))
+                  (sb-unix:unix-close (pop descriptors)))
+      (mapc #'sb-unix:unix-close descriptors)))
+  (is (equal '(0 1 2) (in-fibers 4 3 #'identity))))
+
+;;; Prevents: pollers and carriers that a group has got when there is no thread for the next one.
+(test no-threads-left
+  (let ((pollers (pollers-in-use)) (groups sb-fiber::*groups*) (made '()))
+    (dotimes (enough 5)
+      (let ((left enough))
+        (sb-int:encapsulate 'sb-thread::make-system-thread 'test
+                            (lambda (f &rest arguments)
+                              (when (minusp (decf left)) (error 'expected-error))
+                              (let ((thread (apply f arguments)))
+                                (push thread made)
+                                thread)))
+        (unwind-protect (signals expected-error (start-fibers nil :carrier-count 4))
+          (sb-int:unencapsulate 'sb-thread::make-system-thread 'test))))
+    (is (<= 10 (length made)))
+    (is (notany #'sb-thread:thread-alive-p made))
+    (is (= pollers (pollers-in-use)))
+    (is (eq groups sb-fiber::*groups*)))
+  (is (equal '(0 1 2) (in-fibers 4 3 #'identity))))
+
+;;; A carrier is not ended by this, with a warning; before it has begun it was.
+(test terminate-carriers-that-begin
+  (let ((terminated 0))
+    (sb-int:encapsulate 'sb-thread::make-system-thread 'test
+                        (lambda (f name &rest arguments)
+                          (let ((thread (apply f name arguments)))
+                            (when (equal name "fiber carrier")
+                              (ignore-errors (sb-thread:terminate-thread thread)
+                                             (incf terminated)))
+                            thread)))
+    (unwind-protect
+         (quietly (loop repeat 20 do (is (equal '(0 1 2) (in-fibers 4 3 #'identity)))))
+      (sb-int:unencapsulate 'sb-thread::make-system-thread 'test))
+    (is (plusp terminated))))
+
+;;;; The end of a group
+
+(test finish-with-abort
+  (on-carriers (n)
+    (let ((group (start-fibers nil :carrier-count n))
+          (cleaned (list 0)))
+      (let ((fibers (append (all-ways-to-park group cleaned)
+                            (loop repeat 50 collect (spawn (group) (loop (fiber-yield)))))))
+        (is (eq nil (finish-fibers group :timeout 1/100)))
+        (is (eq t (finish-fibers group :abort t :timeout *patience*)))
+        (is (notany #'fiber-alive-p fibers))
+        (is (= (- (length fibers) 50) (car cleaned)))
+        (is (eq t (fiber-group-done-p group)))))))
+
+;;; A fiber may make another just while all are being ended. Prevents: one that is forgotten.
+(test finish-with-abort-while-fibers-are-made
+  (on-carriers (n)
+    (loop repeat 10
+          do (let ((group (start-fibers nil :carrier-count n)))
+               (spawn (group) (handler-case (loop repeat 1000
+                                                  do (spawn (group) (fiber-park))
+                                                     (fiber-yield)
+                                                  finally (fiber-park))
+                                (sb-thread:thread-error () nil)))
+               (spawn (group) (unwind-protect (fiber-park)
+                                (handler-case (spawn (group) (sleep 3600))
+                                  (error () nil))))
+               (loop repeat 20 do (sb-thread:thread-yield))
+               (unless (finish-fibers group :abort t :timeout *patience*)
+                 (fail "~D fibers were not ended: ~S" (length (list-all-fibers)) (describe-fibers))
+                 (finish-fibers group :abort t :timeout 5)
+                 (return))))
+    (pass)))
+
+(test finish-without-abort
+  (on-carriers (n)
+    (let* ((group (start-fibers nil :carrier-count n))
+           (fiber (spawn (group) (fiber-park) 1)))
+      (is (eq nil (finish-fibers group :timeout 0)))
+      (is (= 2 (join (spawn (group) 2))))
+      (fiber-unpark fiber)
+      (is (eq t (finish-fibers group :timeout *patience*)))
+      (is (= 1 (join fiber)))
+      (is (eq t (finish-fibers group))))))
+
+(test finish-an-idle-group
+  (on-carriers (n :migration '(nil))
+    (loop repeat 20
+          do (is (eq t (finish-fibers (start-fibers nil :carrier-count n)))))))
+
+;;; Call ARRIVE before FUNCTION, a symbol, whenever that is called in BODY.
+(defmacro with-call-before ((function arrive) &body body)
+  `(progn
+     (sb-int:encapsulate ,function 'test (lambda (f &rest arguments)
+                                           (apply ,arrive arguments)
+                                           (apply f arguments)))
+     (unwind-protect (progn ,@body)
+       (sb-int:unencapsulate ,function 'test))))
+
+;;; Prevents: a fiber that comes when the finisher has found nobody alive, and is lost.
+(test submit-when-nobody-is-alive
+  (on-carriers (n)
+    (let ((group (start-fibers nil :carrier-count n))
+          (fiber nil))
+      (with-call-before ('sb-fiber::close-if-empty
+                         (lambda (group)
+                           (unless fiber (setf fiber (spawn (group) (fiber-yield) :done)))))
+        (is (eq t (finish-fibers group :timeout *patience*))))
+      (is (eq :done (join fiber)))
+      (signals sb-thread:thread-error (spawn (group) 1)))))
+
+(defun submit-until-refused (group)
+  "Return a fiber that was accepted and has not run, or NIL."
+  (handler-case (loop (let ((fiber (submit-fiber group (make-fiber (constantly t)))))
+                        (unless (fiber-join fiber :timeout *patience* :default nil)
+                          (return fiber))))
+    (sb-thread:thread-error () nil)))
+
+(test submit-until-refused
+  (on-carriers (n)
+    (loop repeat 20
+          do (let* ((group (start-fibers nil :carrier-count n))
+                    (thread (make-thread #'submit-until-refused :arguments (list group))))
+               (sb-thread:thread-yield)
+               (is (eq t (finish-fibers group :timeout *patience*)))
+               (is (null (join-thread thread)))))))
+
+;;; A fiber that was not accepted is as new.
+(test submit-again-after-refusal
+  (let ((group (start-fibers nil :carrier-count 1))
+        (fiber (make-fiber (constantly 1))))
+    (finish-fibers group)
+    (signals sb-thread:thread-error (submit-fiber group fiber))
+    (is (eq :new (fiber-state fiber)))
+    (with-group (other 1)
+      (is (= 1 (join (submit-fiber other fiber)))))))
+
+(defun carrier-threads-of (group)
+  (mapcar #'sb-fiber::carrier-thread (sb-fiber::fiber-group-carriers group)))
+
+;;; Prevents: pollers that nobody frees; a second call that says it is done while carriers run.
+(test finish-again-after-unwinding
+  (on-carriers (n)
+    (let* ((pollers (pollers-in-use))
+           (group (start-fibers nil :carrier-count n))
+           (entered (make-semaphore))
+           (leave (make-semaphore))
+           (carrier (first (carrier-threads-of group)))
+           (finisher nil))
+      ;; It does not end while it executes this.
+      (sb-thread:interrupt-thread carrier (lambda ()
+                                            (signal-semaphore entered)
+                                            (wait-on-semaphore leave)))
+      (wait-on-semaphore entered)
+      (setf finisher (make-thread #'finish-fibers :arguments (list group)))
+      (loop until (eq (sb-fiber::fiber-group-state group) :stopped)
+            do (sb-thread:thread-yield))
+      (sb-thread:terminate-thread finisher)
+      (is (eq :unwound (join-thread finisher :default :unwound)))
+      (is (eq :stopped (sb-fiber::fiber-group-state group)))
+      (signal-semaphore leave)
+      (is (eq t (finish-fibers group)))
+      (is (eq t (finish-fibers group)))
+      (is (notany #'sb-thread:thread-alive-p (carrier-threads-of group)))
+      (is (= pollers (pollers-in-use)))
+      (is (not (member group sb-fiber::*groups*))))))
+
+(test finish-several-times-at-once
+  (on-carriers (n)
+    (let ((pollers (pollers-in-use)))
+      (loop repeat 10
+            do (let* ((group (start-fibers (make-fiber #'fiber-yield) :carrier-count n))
+                      (threads (loop repeat 4
+                                     collect (make-thread #'finish-fibers :arguments (list group)))))
+                 (is (equal '(t t t t) (mapcar #'join-thread threads)))
+                 (is (notany #'sb-thread:thread-alive-p (carrier-threads-of group)))))
+      (is (= pollers (pollers-in-use))))))
+
+;;; A thread that has been joined exists for a moment still. Prevents: carriers, descriptors or pollers that are
+;;; left behind.
+(test groups-leave-nothing-behind
+  (flet ((descriptors () (length (directory "/proc/self/fd/*" :resolve-symlinks nil)))
+         (threads () (length (directory "/proc/self/task/*/" :resolve-symlinks nil)))
+         (use-group ()
+           (let ((group (start-fibers nil :carrier-count 4)))
+             (join (spawn (group) (sleep 1/1000)))
+             (finish-fibers group))))
+    (use-group)
+    (let ((descriptors (descriptors)) (threads (threads)))
+      (loop repeat 70 do (use-group))
+      (is-true (wait-until (<= (descriptors) descriptors)))
+      (is-true (wait-until (<= (threads) threads))))))
+
+(test groups-in-fibers
+  (on-carriers (n)
+    (is (equal '((1 2 3) (1 2 3))
+               (in-fibers n 2 (lambda (i)
+                                (declare (ignore i))
+                                (run-fibers (loop for k from 1 to 3
+                                                  collect (let ((k k)) (make-fiber (lambda () (fiber-yield) k))))
+                                            :carrier-count 2)))))))
+
+(test run-fibers-signals
+  (quietly
+    (signals sb-thread:join-thread-error
+      (run-fibers (list (make-fiber #'list) (make-fiber (lambda () (error 'expected-error))))
+                  :carrier-count 1)))
+  (is (equal '() (run-fibers '())))
+  (is (equal '(1) (run-fibers (make-fiber (constantly 1)) :carrier-count 1))))

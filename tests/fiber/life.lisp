@@ -1,0 +1,249 @@
+;;;; A fiber from its making to its end, whether it chooses that or others do: fiber-life.lisp
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* life)
+
+;;;; Ends that a fiber chooses
+
+(test abort-restart
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((cleaned nil))
+        (is (eq :abort (wait-for-end (spawn (group)
+                                       (unwind-protect (abort)
+                                         (fiber-yield)
+                                         (setf cleaned t))))))
+        (is (eq t cleaned)))
+      (is (eq :abort (wait-for-end (spawn (group)
+                                     (handler-bind ((error #'abort)) (car (eval 1)))))))
+      (is (search "abort fiber" (join (spawn (group) (princ-to-string (find-restart 'abort)))))))))
+
+(test thread-functions
+  (on-carriers (n)
+    (with-group (group n)
+      (is (eq :abort (wait-for-end (spawn (group) (sb-thread:abort-thread)))))
+      (is (equal '(1 2 3)
+                 (multiple-value-list
+                  (join (spawn (group)
+                          (unwind-protect (sb-thread:return-from-thread (values 1 2 3))
+                            (fiber-yield)))))))
+      (is (equal '() (multiple-value-list (join (spawn (group) (values))))))
+      (is (string= "a name" (join (spawn (group :name "a name")
+                                    (sb-thread:thread-name sb-thread:*current-thread*)))))
+      (is (eq t (join (spawn (group) (sb-thread:thread-alive-p sb-thread:*current-thread*)))))
+      (let ((fiber (spawn (group) 1)))
+        (join fiber)
+        (is (not (sb-thread:thread-alive-p fiber)))))))
+
+;;;; Ended from outside
+
+;;; Prevents: a way to park that cannot be left; a lock that stays taken; an end that is forgotten.
+(test terminate-parked-fibers
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((cleaned (list 0)))
+        (multiple-value-bind (fibers other) (all-ways-to-park group cleaned)
+          (mapc #'terminate-fiber fibers)
+          (is (equal (make-list (length fibers) :initial-element :abort) (mapcar #'wait-for-end fibers)))
+          (is (= (length fibers) (car cleaned)))
+          (fiber-unpark other))))))
+
+(test terminate-a-new-fiber
+  (let* ((ran nil)
+         (fiber (make-fiber (lambda () (setf ran t)))))
+    (terminate-fiber fiber)
+    (is (not (fiber-alive-p fiber)))
+    (is (eq :aborted (fiber-state fiber)))
+    (is (eq :abort (wait-for-end fiber)))
+    (with-group (group 1)
+      (signals sb-thread:thread-error (submit-fiber group fiber)))
+    (is (not ran))
+    (signals sb-thread:interrupt-thread-error (terminate-fiber fiber))))
+
+(test terminate-a-running-fiber
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((fibers (loop repeat 20 collect (spawn (group) (loop (fiber-yield))))))
+        (mapc #'terminate-fiber fibers)
+        (is (equal (make-list 20 :initial-element :abort) (mapcar #'wait-for-end fibers))))
+      ;; one that is queued and has not run yet runs no user's code
+      (let* ((ran nil)
+             (busy (spawn (group) (loop repeat 1000 do (fiber-yield))))
+             (fibers (loop repeat 20
+                           collect (let ((fiber (spawn (group) (fiber-park) (setf ran t))))
+                                     (terminate-fiber fiber)
+                                     fiber))))
+        (is (equal (make-list 20 :initial-element :abort) (mapcar #'wait-for-end fibers)))
+        (is (not ran))
+        (join busy)))))
+
+(test terminate-the-dead
+  (with-group (group 1)
+    (let ((fiber (spawn (group) 1)))
+      (join fiber)
+      (signals sb-thread:interrupt-thread-error (terminate-fiber fiber))
+      (signals sb-thread:interrupt-thread-error (interrupt-fiber fiber #'list))
+      (signals sb-thread:interrupt-thread-error (sb-thread:terminate-thread fiber))
+      (signals sb-thread:interrupt-thread-error (sb-thread:interrupt-thread fiber #'list))
+      (is (= 1 (join fiber))))))
+
+(test terminate-oneself
+  (on-carriers (n)
+    (let ((cleaned nil))
+      (is (eq :abort (with-group (group n)
+                       (wait-for-end (spawn (group)
+                                       (unwind-protect
+                                            (progn (terminate-fiber (current-fiber))
+                                                   (fiber-park))
+                                         (setf cleaned t)))))))
+      (is (eq t cleaned)))))
+
+;;; Prevents: an end in the middle of what WITHOUT-INTERRUPTS protects.
+(test terminate-without-interrupts
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((trace '())
+             (fiber (spawn (group)
+                      (sb-sys:without-interrupts
+                        (push :in trace)
+                        (fiber-park)
+                        (push :still-in trace))
+                      (fiber-yield)
+                      (push :out trace))))
+        (wait-until-parked fiber)
+        (terminate-fiber fiber)
+        (loop repeat 20 do (sb-thread:thread-yield))
+        (is (equal '(:in) trace))
+        (fiber-unpark fiber)
+        (is (eq :abort (wait-for-end fiber)))
+        (is (equal '(:still-in :in) trace))))))
+
+(test terminate-many
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((cleaned (list 0))
+             (fibers (loop repeat 1000
+                           collect (spawn (group)
+                                     (unwind-protect (fiber-park)
+                                       (sb-ext:atomic-incf (car cleaned)))))))
+        (mapc #'wait-until-parked fibers)
+        (mapc #'terminate-fiber fibers)
+        (is (every (lambda (fiber) (eq :abort (wait-for-end fiber))) fibers))
+        (is (= 1000 (car cleaned)))))))
+
+;;;; Interruptions
+
+;;; Prevents: functions that are called elsewhere, twice or never; a wait that ends early because of them.
+(test interruptions
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((trace '())
+             (fiber (wait-until-parked (spawn (group) (fiber-park) :done))))
+        (dotimes (i 10)
+          (let ((i i))
+            (interrupt-fiber fiber (lambda () (push (list i (current-fiber)) trace)))))
+        (loop until (= 10 (length trace)) do (sb-thread:thread-yield))
+        (is (equal (loop for i below 10 collect (list i fiber)) (reverse trace)))
+        (is (eq :parked (fiber-state (wait-until-parked fiber))))
+        (sb-thread:interrupt-thread fiber (lambda () (push :thread trace)))
+        (loop until (= 11 (length trace)) do (sb-thread:thread-yield))
+        (fiber-unpark fiber)
+        (is (eq :done (join fiber)))))))
+
+(test interruptions-that-park-or-exit
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((fiber (wait-until-parked (spawn (group) (catch 'tag (fiber-park))))))
+        (interrupt-fiber fiber (lambda () (sleep 1/1000) (throw 'tag :thrown)))
+        (is (eq :thrown (join fiber))))
+      (let ((fiber (wait-until-parked (spawn (group) (handler-case (sleep 3600)
+                                                       (expected-error () :handled))))))
+        (interrupt-fiber fiber (lambda () (fiber-yield) (error 'expected-error)))
+        (is (eq :handled (join fiber))))
+      (let ((fiber (wait-until-parked (spawn (group) (fiber-park)))))
+        (is (eq :abort (quietly
+                         (interrupt-fiber fiber (lambda () (error 'expected-error)))
+                         (wait-for-end fiber))))))))
+
+(test interrupt-before-the-start
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((trace '())
+             (fiber (make-fiber (lambda () (push :body trace) :done))))
+        (interrupt-fiber fiber (lambda () (push :interruption trace)))
+        (is (eq :done (join (submit-fiber group fiber))))
+        (is (equal '(:body :interruption) trace))))))
+
+(test interrupt-waiters-for-locks
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((mutex (sb-thread:make-mutex)) (count (list 0))
+             (owner (spawn (group) (sb-thread:with-mutex (mutex) (fiber-park))))
+             (fibers (progn (wait-until-parked owner)
+                            (loop repeat 20
+                                  collect (wait-until-parked
+                                           (spawn (group) (sb-thread:with-mutex (mutex) :done)))))))
+        (dolist (fiber fibers)
+          (interrupt-fiber fiber (lambda () (fiber-yield) (sb-ext:atomic-incf (car count)))))
+        (loop until (= 20 (car count)) do (sb-thread:thread-yield))
+        (fiber-unpark owner)
+        (is (equal (make-list 20 :initial-element :done) (join-all fibers)))))))
+
+;;; As for a thread; the fiber that is mounted just then must not notice.
+(test interrupt-a-carrier
+  (on-carriers (n)
+    (with-group-of-same-carriers (group n)
+      (let* ((stop nil) (count (list 0))
+             (fibers (loop for i below 5
+                           collect (let ((i i))
+                                     (spawn (group)
+                                       (let ((*print-base* (+ 2 i)))
+                                         (loop until stop do (fiber-yield))
+                                         *print-base*)))))
+             (carriers (remove-if-not #'sb-thread:thread-alive-p
+                                      (mapcar #'sb-fiber::carrier-thread
+                                              (sb-fiber::fiber-group-carriers group)))))
+        (dolist (carrier carriers)
+          (sb-thread:interrupt-thread carrier (lambda () (sb-ext:atomic-incf (car count)))))
+        (loop repeat 20 do (sb-thread:thread-yield))
+        (setf stop t)
+        (is (equal '(2 3 4 5 6) (join-all fibers)))
+        (is (<= (car count) (length carriers)))))))
+
+;;;; What one can see
+
+(test states
+  (with-group (group 1)
+    (let ((fiber (make-fiber (lambda () (fiber-park :reason :lunch) 1) :name "eater")))
+      (is (eq :new (fiber-state fiber)))
+      (is (search "eater" (princ-to-string fiber)))
+      (is (not (member fiber (list-all-fibers))))
+      (is (search "has not begun" (with-output-to-string (out)
+                                    (print-fiber-backtrace fiber :stream out))))
+      (submit-fiber group fiber)
+      (wait-until-parked fiber)
+      (is (equal '(:parked :lunch) (multiple-value-list (fiber-state fiber))))
+      (is (member fiber (list-all-fibers)))
+      (is (search "lunch" (string-downcase (princ-to-string fiber))))
+      (is (not (member fiber (sb-thread:list-all-threads))))
+      (is (search "FIBER-PARK" (with-output-to-string (out)
+                                 (print-fiber-backtrace fiber :stream out))))
+      (is (eq :running (join (spawn (group) (fiber-state (current-fiber))))))
+      (fiber-unpark fiber)
+      (join fiber)
+      (is (eq :finished (fiber-state fiber)))
+      (is (not (member fiber (list-all-fibers))))
+      (is (stringp (princ-to-string group)))
+      (is (stringp (princ-to-string fiber))))
+    (let ((fiber (spawn (group) (fiber-park :reason '(:descriptor . 5)))))
+      (wait-until-parked fiber)
+      (is (search "5" (princ-to-string fiber)))
+      (fiber-unpark fiber))))
