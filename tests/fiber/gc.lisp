@@ -48,10 +48,6 @@ collection. FUNCTION is to go on while **COLLECTING**."
   `(loop always (progn ,@body)
          while **collecting**))
 
-(defun pause ()
-  (fiber-yield))
-
-(defvar *variable* :global)
 (defvar *other* :global)
 
 (defun fresh-data (i)
@@ -82,7 +78,7 @@ have parked."
     (declare (dynamic-extent dynamic))
     (sb-alien:with-alien ((foreign (array sb-alien:int 8)))
       (dotimes (k 8) (setf (sb-alien:deref foreign k) (+ i k)))
-      (pause)
+      (fiber-yield)
       (flet ((check ()
                (and (intact-p data i)
                     (intact-p *variable* (+ i depth))
@@ -90,7 +86,7 @@ have parked."
                     (eql (second dynamic) (+ i depth))
                     (loop for k below 8 always (= (sb-alien:deref foreign k) (+ i k))))))
         (and (if (= depth 0)
-                 (during-collections (pause) (check))
+                 (during-collections (fiber-yield) (check))
                  (recurse-with-data (1- depth) i))
              (check))))))
 
@@ -116,7 +112,7 @@ have parked."
                           (during-collections
                             (when (= 0 (random 50)) (setf list '()))
                             (loop repeat (random 20) do (push (cons i (random 10)) list))
-                            (pause)
+                            (fiber-yield)
                             (every (lambda (cell) (eql i (car cell))) list))))))))))
 
 ;;; Prevents: objects that move although a stack refers to them, which tables with address-based keys tell.
@@ -130,7 +126,7 @@ have parked."
                               (keys (loop repeat 20 collect (list i))))
                           (dolist (key keys) (setf (gethash key table) key))
                           (during-collections
-                            (pause)
+                            (fiber-yield)
                             (every (lambda (key) (eq key (gethash key table))) keys))))))))))
 
 (test pinned-objects-stay
@@ -143,7 +139,7 @@ have parked."
                           (sb-sys:with-pinned-objects (vector)
                             (let ((address (sb-kernel:get-lisp-obj-address vector)))
                               (during-collections
-                                (pause)
+                                (fiber-yield)
                                 (and (= address (sb-kernel:get-lisp-obj-address vector))
                                      (every (lambda (x) (eql x i)) vector)))))))))))))
 
@@ -159,15 +155,11 @@ have parked."
         (with-group (group n)
           (let ((fibers (loop for function in functions
                               collect (let ((function function))
-                                        (spawn (group) (funcall function #'pause))))))
+                                        (spawn (group) (funcall function #'fiber-yield))))))
             (setf functions nil)
             (is (equal '(0 1 2 3 4 5 6 7 8 9) (join-all fibers)))))))))
 
 ;;;; Roots in saved signal contexts
-
-(defvar *unbound*)
-(declaim (notinline opaque))
-(defun opaque (x) x)
 
 ;;; Prevents: registers of a function that a trap has interrupted being forgotten while its fiber is parked in the
 ;;; handler.
@@ -179,7 +171,7 @@ have parked."
                       (lambda (i)
                         (let ((data (fresh-data i)))
                           (handler-bind ((unbound-variable (lambda (condition)
-                                                             (pause)
+                                                             (fiber-yield)
                                                              (use-value (fresh-data 7) condition))))
                             (during-collections
                               (let ((more (list i)))
@@ -322,7 +314,7 @@ when this returns."
                                                  collect (let ((i i))
                                                            (spawn (group)
                                                              (let ((data (fresh-data i)))
-                                                               (when (oddp i) (pause))
+                                                               (when (oddp i) (fiber-yield))
                                                                (intact-p data i)))))))
                           (setf ok nil)))
                (list ok))))))))
@@ -382,7 +374,7 @@ when this returns."
          (in-fibers n 6 (lambda (i)
                           (let ((data (fresh-data i)))
                             (loop repeat 2
-                                  always (progn (full-gc) (pause) (intact-p data i))))))))))
+                                  always (progn (full-gc) (fiber-yield) (intact-p data i))))))))))
 
 (test collections-in-many-fibers
   (on-carriers (n)
@@ -390,12 +382,12 @@ when this returns."
          (in-fibers n 30 (lambda (i)
                            (let ((data (fresh-data i)))
                              (loop repeat 5
-                                   always (progn (sb-ext:gc) (pause) (intact-p data i))))))))))
+                                   always (progn (sb-ext:gc) (fiber-yield) (intact-p data i))))))))))
 
 (defun collect-at-depth (depth i)
   (let ((data (list i)))
     (and (if (= depth 0)
-             (progn (sb-ext:gc) (sb-sys:scrub-control-stack) (pause) (sb-ext:gc :gen 1) t)
+             (progn (sb-ext:gc) (sb-sys:scrub-control-stack) (fiber-yield) (sb-ext:gc :gen 1) t)
              (collect-at-depth (1- depth) i))
          (equal data (list i)))))
 

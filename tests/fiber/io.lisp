@@ -593,32 +593,6 @@
                (fiber-unpark sleeper))))
       (setf *stuck-carrier-time* stuck))))
 
-;;;; Numbers
-
-(test ten-thousand-fibers
-  (on-carriers (n :counts '(1 2) :migration '(nil))
-    (with-group (group n)
-      (let ((fibers (loop for i below 10000
-                          collect (let ((i i))
-                                    (spawn (group)
-                                      (let ((list (list i)))
-                                        (fiber-park)
-                                        (car list)))))))
-        (mapc #'wait-until-parked fibers)
-        (is (<= 10000 (length (list-all-fibers))))
-        (sb-ext:gc)
-        (mapc #'fiber-unpark fibers)
-        (is (equal (loop for i below 10000 collect i) (join-all fibers)))))))
-
-(test ten-thousand-waiters
-  (on-carriers (n :counts '(1 2) :migration '(nil))
-    (with-group (group n)
-      (let* ((semaphore (sb-thread:make-semaphore))
-             (fibers (loop repeat 10000
-                           collect (spawn (group) (sb-thread:wait-on-semaphore semaphore) t))))
-        (sb-thread:signal-semaphore semaphore 10000)
-        (is (all-true-p (join-all fibers)))))))
-
 ;;;; Last, since a failure leaves a carrier that spins
 
 ;;; Prevents: a fiber that asks again and again whether there is input, and keeps its carrier from whoever would

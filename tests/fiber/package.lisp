@@ -234,6 +234,22 @@ fiber that one of them waits for."
 (defun heap-count (group)
   (loop for scheduler across (sb-fiber::fiber-group-schedulers group)
         sum (sb-fiber::deadline-heap-count (sb-fiber::scheduler-deadlines scheduler))))
+
+;;;; What a switch could spoil
+
+(defvar *variable* :global)
+(defvar *unbound*)
+
+;;; Something that the compiler cannot see through.
+(declaim (notinline opaque))
+(defun opaque (x) x)
+
+(defun pause ()
+  "Let others run; sometimes by sleeping, so that it is a timer that ends the parking."
+  (if (= (random 20) 0)
+      (sleep (opaque 1/10000))
+      (fiber-yield)))
+
 ;;;; Fibers and threads at the same time
 
 (defun mixed (carrier-count n-fibers n-threads function)

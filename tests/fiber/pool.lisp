@@ -127,8 +127,6 @@
                    (error (c) c)))
                'type-error))))
 
-(defun opaque (object) (eval `(identity ,object)))
-
 (test a-call-that-unwinds-its-thread
   (with-pool ()
     (flet ((outcome (function)
