@@ -6,15 +6,15 @@
 # NAME is a suite of tests/fiber/ (timers for tests/fiber/timers.lisp), or
 #   in-fibers      tests of SBCL, bordeaux-threads, usocket and CFFI, run in a
 #                  thread and in fibers (see tests/in-fibers/harness.lisp);
-#   locks-moving, waits-moving, io-moving, sockets-moving
-#                  these suites such that each fiber is resumed by another
-#                  carrier than before;
+#   NAME-moving    a suite of tests/fiber/ such that each fiber is resumed by
+#                  another carrier than before;
 #   upstream       SBCL's own regression tests, each of its files counted as one
 #                  (to run one of them:
 #                  cd build/sbcl/tests && sh run-tests.sh FILE).
-# Without a name, all are run.  The last line says how many checks passed and
-# how many failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT
-# seconds (300), counts as one that failed.  Logs are left in build/tests/.
+# Without a name, all are run, and those about locks, waits, descriptors and time
+# also as NAME-moving.  The last line says how many checks passed and how many
+# failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT seconds (300),
+# counts as one that failed.  Logs are left in build/tests/.
 
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -27,7 +27,10 @@ if [ $# = 0 ]; then
         name=${file##*/} name=${name%.lisp}
         case $name in package | run) ;; *) set -- "$@" "$name" ;; esac
     done
-    set -- "$@" locks-moving waits-moving io-moving sockets-moving in-fibers upstream
+    for name in locks concurrency waits deadlock disturbances io closing sockets sleep; do
+        set -- "$@" "$name-moving"
+    done
+    set -- "$@" in-fibers upstream
 fi
 for name; do
     case $name in in-fibers | upstream) continue ;; esac

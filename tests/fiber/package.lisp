@@ -270,4 +270,46 @@ fiber that one of them waits for."
   `(let ((old ,place))
      (yield-at-random)
      (setf ,place (1+ old))))
+
+;;; Another who holds a mutex until the body of the test has been executed.
+(defun call-with-held-mutex (kind carrier-count function)
+  (let ((mutex (make-mutex)) (held (make-semaphore)) (done (make-semaphore)))
+    (flet ((hold ()
+             (with-mutex (mutex)
+               (signal-semaphore held)
+               (wait-on-semaphore done)
+               (holding-mutex-p mutex))))
+      (with-group (group carrier-count)
+        (let ((holder (if (eq kind :fiber)
+                          (submit-fiber group (make-fiber #'hold))
+                          (make-thread #'hold))))
+          (wait-on-semaphore held)
+          (multiple-value-prog1 (funcall function mutex group holder)
+            (signal-semaphore done)
+            (is (eq t (join-thread holder :timeout *patience*)))))))))
+
+(defmacro with-held-mutex ((mutex group &key (holder (gensym)) (carrier-count 1)) &body body)
+  "Execute BODY while a fiber of GROUP, and again while a thread, holds MUTEX, until the end of it."
+  `(dolist (kind '(:fiber :thread))
+     (call-with-held-mutex kind ,carrier-count
+                           (lambda (,mutex ,group ,holder)
+                             (declare (ignorable ,group ,holder))
+                             ,@body))))
+
+;;;; Nobody is left behind
+
+(defun counted-waiters ()
+  "How many waiters the parking lot counts: fibers, threads, claims."
+  (loop for bucket across sb-fiber::*buckets*
+        sum (sb-fiber::bucket-waiters bucket) into waiters
+        sum (sb-fiber::bucket-native bucket) into native
+        sum (sb-fiber::bucket-claims bucket) into claims
+        count (sb-fiber::bucket-chain bucket) into chains
+        finally (return (list waiters native claims chains))))
+
+(defmacro nobody-left (&body body)
+  "Check that BODY leaves nobody in the parking lot who was not there."
+  `(let ((before (counted-waiters)))
+     (multiple-value-prog1 (progn ,@body)
+       (is (equal before (counted-waiters))))))
 )

@@ -1,0 +1,138 @@
+;;;; Descriptors that are closed while fibers wait for them, and numbers that are used again
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(load (merge-pathnames "support/descriptors.lisp" *load-truename*))
+
+(def-suite* closing)
+
+(defun closers ()
+  "Ways to close a socket, or the stream STREAM on it."
+  (list (lambda (socket stream) (declare (ignore stream)) (socket-close socket))
+        (lambda (socket stream) (declare (ignore stream)) (socket-close socket :abort t))
+        (lambda (socket stream) (declare (ignore socket)) (close stream))
+        (lambda (socket stream) (declare (ignore socket)) (close stream :abort t))
+        (lambda (socket stream)
+          (declare (ignore stream))
+          (sb-unix:unix-close (socket-file-descriptor socket)))
+        (lambda (socket stream)
+          (declare (ignore stream))
+          (sb-posix:close (socket-file-descriptor socket)))))
+
+;;; Prevents: a fiber that waits for ever for a descriptor that is no more.
+(test closed-while-a-fiber-waits
+  (on-carriers (n)
+    (with-group (group n)
+      (loop for closer in (closers)
+            for i from 0
+            do (with-sockets (a b)
+                 (let* ((stream (stream-of a))
+                        (reader (spawn (group)
+                                  (handler-case (read-line stream nil :eof)
+                                    (error () :error)))))
+                   (wait-until-parked reader)
+                   (funcall closer a stream)
+                   (is (member (fiber-join reader :timeout 5 :default :hangs) '(:error :eof))
+                       "closer ~D: ~S" i reader)
+                   (when (fiber-alive-p reader) (terminate-fiber reader))))))))
+
+(test closed-by-a-fiber
+  (on-carriers (n)
+    (with-group (group n)
+      (with-sockets (a b)
+        (let ((readers (loop repeat 5
+                             collect (spawn (group)
+                                       (handler-case (progn (sb-sys:wait-until-fd-usable
+                                                             (socket-file-descriptor a) :input nil nil)
+                                                            :usable)
+                                         (error () :error))))))
+          (mapc #'wait-until-parked readers)
+          (join (spawn (group) (socket-close a)))
+          (is (equal (make-list 5 :initial-element :error) (join-all readers))))))))
+
+;;; Prevents: one who begins to wait between NOTE-CLOSE and the close waiting for ever.
+(test closed-just-after-a-fiber-began-to-wait
+  (on-carriers (n)
+    (with-group (group n)
+      (multiple-value-bind (reader writer) (sb-unix:unix-pipe)
+        (sb-fiber::note-close reader)
+        (let ((fiber (wait-until-parked
+                      (spawn (group)
+                        (handler-case (sb-sys:wait-until-fd-usable reader :input)
+                          (error (condition) (descriptor-closed-descriptor condition)))))))
+          (sb-alien:alien-funcall (sb-alien:extern-alien "close" (function sb-alien:int sb-alien:int))
+                                  reader)
+          (sb-fiber::note-closed reader)
+          (is (eql reader (join fiber))))
+        (sb-unix:unix-close writer)))))
+
+;;; Sets of more than 1,024 descriptors, as USOCKET makes them.
+(test select-of-large-numbers
+  (let ((fillers (loop repeat 1100 collect (sb-unix:unix-dup 0))))
+    (unwind-protect
+         (on-carriers (n)
+           (with-group (group n)
+             (with-sockets (a b)
+               (let ((fd (socket-file-descriptor a)))
+                 (is (< 1024 fd))
+                 (flet ((readable-p (seconds)
+                          (sb-alien:with-alien ((fds (sb-alien:struct sb-unix:fd-set)))
+                            (sb-unix:fd-zero fds)
+                            (sb-unix:fd-set fd fds)
+                            (sb-unix:unix-fast-select (1+ fd) (sb-alien:addr fds) nil nil seconds 0)
+                            (sb-unix:fd-isset fd fds))))
+                   (is (eq nil (join (spawn (group) (readable-p 0)))))
+                   (let ((fiber (wait-until-parked (spawn (group) (readable-p 3600)))))
+                     (socket-send b (octets 1) 1)
+                     (is (eq t (join fiber)))))))))
+      (mapc #'sb-unix:unix-close fillers))))
+
+;;; The number of a closed descriptor is given to the next one that is opened. Prevents: a report for the old
+;;; file that wakes who waits for the new one; one for the new one that is dropped as late.
+(test number-used-again
+  (on-carriers (n)
+    (with-group (group n)
+      (is (all-true-p
+           (loop for k below 30
+                 collect (multiple-value-bind (in out) (sb-posix:pipe)
+                           (let ((duplicate (sb-posix:dup in))
+                                 (old (spawn (group)
+                                        (handler-case (sb-sys:wait-until-fd-usable in :input nil nil)
+                                          (error () :closed)))))
+                             (wait-until-parked old)
+                             (sb-unix:unix-close in)
+                             (multiple-value-bind (in-2 out-2) (sb-posix:pipe)
+                               (let ((new (spawn (group)
+                                            (sb-sys:wait-until-fd-usable in-2 :input nil nil)
+                                            (sb-unix:unix-simple-poll in-2 :input 0))))
+                                 (wait-until-parked new)
+                                 ;; the old file, which lives on in the duplicate, becomes ready
+                                 (sb-posix:write out (sb-sys:vector-sap (octets 1)) 1)
+                                 (loop repeat 5 do (thread-yield))
+                                 (sb-posix:write out-2 (sb-sys:vector-sap (octets 1)) 1)
+                                 (prog1 (and (= in in-2)
+                                             (eq :closed (join old))
+                                             (join new))
+                                   (mapc #'sb-unix:unix-close (list out duplicate in-2 out-2)))))))))))))
+
+(test numbers-used-again-at-random
+  (on-carriers (n)
+    (is (all-true-p
+         (in-fibers n 20
+                    (lambda (i)
+                      (loop for k below 20
+                            always (with-pipe (in out)
+                                     (let ((line (format nil "~D ~D" i k)))
+                                       (when (= 0 (random 3)) (fiber-yield))
+                                       (write-line line out)
+                                       (if (= 0 (random 2))
+                                           (finish-output out)
+                                           (close out))
+                                       (string= line (read-line in)))))))))))
