@@ -1,0 +1,121 @@
+;;;; All orders of the steps of those who put into a run queue and take from it: fiber-deque.lisp
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(load (merge-pathnames "support/histories.lisp" *load-truename*))
+
+(def-suite* interleaving-queue)
+
+(defun make-test-queue (&rest objects)
+  (let ((queue (sb-fiber::make-run-queue)))
+    (dolist (object objects queue)
+      (let ((tail (sb-fiber::run-queue-tail queue)))
+        (setf (svref (sb-fiber::run-queue-ring queue) (steps::run-queue-place tail)) object
+              (sb-fiber::run-queue-tail queue) (1+ tail))))))
+
+(defun queue-problem (put &rest lists)
+  "LISTS are what was taken and what is left, in the order in which it was put; PUT is all that
+was put."
+  (or (problem (set-exclusive-or put (reduce #'append lists))
+               "Of ~S something is not in ~S." put lists)
+      (problem (/= (length put) (reduce #'+ lists :key #'length))
+               "Of ~S something is twice in ~S." put lists)
+      (problem (notevery (lambda (list) (equal list (sort (copy-list list) #'<))) lists)
+               "The order of ~S is not that of putting." lists)))
+
+;;; Owner and thief want the last object; the place of what the thief takes is used again.
+(defparameter *take-and-steal*
+  (history ((victim (make-test-queue 1 2 3 4))
+            (thief (make-test-queue))
+            (put '(1 2 3 4))
+            (taken '())
+            (stolen '()))
+      (("owner" (flet ((take () (let ((object (steps::run-queue-take victim)))
+                                  (when object (push object taken))))
+                       (put (object) (when (steps::run-queue-put victim object)
+                                       (push object put))))
+                  (take) (put 5) (put 6) (take) (take)))
+       ("thief" (let ((object (steps::run-queue-steal victim thief)))
+                  (when object (push object stolen)))))
+    (queue-problem put (reverse taken) (append stolen (queue-contents thief))
+                   (queue-contents victim))))
+
+;;; The second thief steals what the first one is just getting.
+(defparameter *steal-from-thief*
+  (history ((victim (make-test-queue 1 2 3 4))
+            (first (make-test-queue))
+            (second (make-test-queue))
+            (taken '()) (first-got '()) (second-got '()))
+      (("owner" (setf taken (list (steps::run-queue-take victim))))
+       ("first" (setf first-got (list (steps::run-queue-steal victim first))))
+       ("second" (setf second-got (list (steps::run-queue-steal first second)))))
+    (queue-problem '(1 2 3 4) (remove nil taken)
+                   (remove nil first-got) (queue-contents first)
+                   (remove nil (append second-got (queue-contents second)))
+                   (queue-contents victim))))
+
+(defparameter *two-thieves*
+  (history ((victim (make-test-queue 1 2 3))
+            (first (make-test-queue))
+            (second (make-test-queue))
+            (put '(1 2 3))
+            (taken '()) (first-got '()) (second-got '()))
+      (("owner" (when (steps::run-queue-put victim 4) (push 4 put))
+                (setf taken (list (steps::run-queue-take victim))))
+       ("first" (setf first-got (list (steps::run-queue-steal victim first))))
+       ("second" (setf second-got (list (steps::run-queue-steal victim second)))))
+    (queue-problem put (remove nil taken)
+                   (remove nil (append first-got (queue-contents first)))
+                   (remove nil (append second-got (queue-contents second)))
+                   (queue-contents victim))))
+
+(test each-object-is-taken-once
+  (holds *take-and-steal* :store-buffers t)
+  (holds *two-thieves*)
+  (holds *steal-from-thief* :store-buffers t))
+
+(test bug-reading-a-place-after-taking-it
+  (with-changes (("RUN-QUEUE-STEAL"
+               "(when (eq (cas (run-queue-head victim) head (truly-the fixnum (+ head n))) head)
+                  (barrier (:write))
+                  (setf (run-queue-tail thief) (truly-the fixnum (+ tail n)))
+                  (return (run-queue-take thief)))"
+               "(when (eq (cas (run-queue-head victim) head (truly-the fixnum (+ head n))) head)
+                  (dotimes (i n)
+                    (setf (svref (run-queue-ring thief) (run-queue-place (+ tail i)))
+                          (svref (run-queue-ring victim) (run-queue-place (+ head i)))))
+                  (setf (run-queue-tail thief) (truly-the fixnum (+ tail n)))
+                  (return (run-queue-take thief)))"))
+    (fails *take-and-steal*)))
+
+(test bug-taking-without-compare-and-swap
+  (with-changes (("RUN-QUEUE-TAKE"
+               "(eq (cas (run-queue-head queue) head (truly-the fixnum (1+ head))) head)"
+               "(progn (setf (run-queue-head queue) (1+ head)) t)"))
+    (fails *take-and-steal*)))
+
+(test bug-publishing-a-place-before-it-is-filled
+  (with-changes (("RUN-QUEUE-STEAL"
+               "(dotimes (i n)
+                  (setf (svref (run-queue-ring thief) (run-queue-place (+ tail i)))
+                        (svref (run-queue-ring victim) (run-queue-place (+ head i)))))"
+               "(setf (run-queue-tail thief) (+ tail n))"
+               "(return (run-queue-take thief))"
+               "(dotimes (i n (return (run-queue-take thief)))
+                  (setf (svref (run-queue-ring thief) (run-queue-place (+ tail i)))
+                        (svref (run-queue-ring victim) (run-queue-place (+ head i)))))"))
+    (fails *steal-from-thief*)))
+
+(test bug-clearing-a-place-that-may-not-be-ours
+  (with-changes (("RUN-QUEUE-TAKE"
+               "(object (svref (run-queue-ring queue) place))"
+               "(object (prog1 (svref (run-queue-ring queue) place)
+                          (setf (svref (run-queue-ring queue) place) 0)))"))
+    (fails *take-and-steal*)))
