@@ -43,16 +43,18 @@
         (dolist (scheduler schedulers) (free-poller (scheduler-poller scheduler) #'any-poller))))
     (coerce schedulers 'simple-vector)))
 
+(define-alien-routine ("fiber_carrier_make" %carrier-make) unsigned)
+(define-alien-routine ("fiber_carrier_begin" %carrier-begin) void (context unsigned))
+(define-alien-routine ("fiber_carrier_end" %carrier-end) void)
+
 (defun begin-carrier (carrier)
-  (let ((context (alien-funcall (extern-alien "fiber_carrier_begin" (function unsigned)))))
-    (when (= context 0) (error "no memory for a carrier"))
-    (setf (carrier-context carrier) context
-          (carrier-thread carrier) *current-thread*
-          *carrier* carrier)))
+  (%carrier-begin (carrier-context carrier))
+  (setf (carrier-thread carrier) *current-thread*
+        *carrier* carrier))
 
 (defun end-carrier ()
   (setf *carrier* nil)
-  (alien-funcall (extern-alien "fiber_carrier_end" (function void))))
+  (%carrier-end))
 
 (defun run-carrier (carrier)
   (without-interrupts
@@ -63,11 +65,18 @@
 
 ;;; A thread that is not in the list would not be waited for.
 (defun start-carrier (group scheduler)
-  (let ((carrier (%make-carrier group)))
-    (setf (carrier-scheduler carrier) scheduler)
-    (without-interrupts
-      (setf (carrier-thread carrier) (make-carrier-thread "fiber carrier" #'run-carrier carrier))
+  (without-interrupts
+    (let ((carrier (%make-carrier group (%carrier-make) scheduler)))
+      (when (= (carrier-context carrier) 0)
+        (error "There is no memory for a carrier."))
+      (setf (carrier-thread carrier) (make-thread-of carrier))
       (push carrier (fiber-group-carriers group)))))
+
+(defun make-thread-of (carrier)
+  (let ((thread nil))
+    (unwind-protect
+         (setf thread (make-carrier-thread "fiber carrier" #'run-carrier carrier))
+      (unless thread (%free (int-sap (carrier-context carrier)))))))
 
 ;;; With interrupts off: a fiber that parked in BODY would go on in another thread.
 (defmacro with-signals-blocked (&body body)
@@ -244,11 +253,15 @@ TIMEOUT is over; then it goes on. To be called from outside of GROUP."
   "Run FIBERS, a list of fibers or a fiber, to their end, on CARRIER-COUNT carriers started for them.
 Returns a list of what FIBER-JOIN returns for each as first value. Signals what it signals."
   (let* ((fibers (if (listp fibers) fibers (list fibers)))
-         (group (make-running-group (carrier-count-argument carrier-count) nil)))
-    (submit-all group fibers)
-    (unwind-protect (mapcar #'fiber-join-first fibers)
-      ;; EXIT, which unwinds this thread first, ends the fibers afterwards.
-      (unless *exit-in-progress* (finish-fibers group)))))
+         (n (carrier-count-argument carrier-count)))
+    (without-interrupts ; lest the group be lost
+      (let ((group (make-running-group n nil)))
+        (unwind-protect
+             (with-local-interrupts
+               (submit-all group fibers)
+               (mapcar #'fiber-join-first fibers))
+          ;; EXIT, which unwinds this thread first, ends the fibers afterwards.
+          (unless *exit-in-progress* (with-local-interrupts (finish-fibers group))))))))
 
 (defun fiber-join-first (fiber)
   (values (fiber-join fiber)))

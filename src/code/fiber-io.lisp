@@ -207,6 +207,19 @@ that: the other end may be some fiber of this very carrier."
         (dolist (fiber (wake-late-waiters cell))
           (unpark fiber))))))
 
+;;; The system call closes NEW.
+(defun closing-dup2 (old new)
+  "dup2(2). Returns NEW; or NIL, and errno."
+  (declare (type (signed-byte 32) old new))
+  (let ((closes (/= old new)))
+    (when closes (note-close new))
+    (let* ((result (alien-funcall (extern-alien "dup2" (function int int int)) old new))
+           (errno (get-errno)))
+      (when closes (note-closed new))
+      (if (minusp result)
+          (values nil errno)
+          (values result 0)))))
+
 ;;;; select and poll of several descriptors
 
 ;;; An epoll descriptor is itself a file that becomes readable: a fiber that waits for several
@@ -268,6 +281,12 @@ wait itself."
 
 ;;;; sockets
 
+;;; Of local sockets the kernel does not always tell when there is room in a queue of the other end's: that of
+;;; a listener, to whom wants to connect, and that of a receiver of datagrams, to a sender who is not connected,
+;;; and whose own socket it says to be writable.
+(defun await-room-elsewhere ()
+  (park-until (nanoseconds-from-now 10000000)))
+
 (defmacro with-parking ((fd direction &key (when t)) &body call)
   "The value of CALL, a system call on FD that returns -1 and sets errno if it fails. While it fails
 with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it again, if WHEN."
@@ -277,15 +296,21 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
 (defun call-with-parking (function fd direction when)
   (declare (function function) (dynamic-extent function))
   (unless (or (not when) (parkable-fd-p fd)) (note-native-call fd direction))
-  (loop
-    (let ((result (funcall function)))
-      (unless (and (eql result -1)
-                   when
-                   (eql (get-errno) sb-unix:ewouldblock)
-                   (or (nonblocking-by-us-p fd)
-                       (and (parkable-fd-p fd) (not (nonblocking-p fd)))))
-        (return result))
-      (with-interrupts (sb-unix:unix-simple-poll fd direction -1)))))
+  (loop for tries of-type fixnum from 1
+        do (let ((result (funcall function)))
+             (unless (and (eql result -1)
+                          when
+                          (eql (get-errno) sb-unix:ewouldblock)
+                          (or (nonblocking-by-us-p fd)
+                              (and (parkable-fd-p fd) (not (nonblocking-p fd)))))
+               (return result))
+             (with-interrupts
+               (if (and (> tries 2) (eq direction :output) (not (stream-socket-p fd)))
+                   (await-room-elsewhere)
+                   (sb-unix:unix-simple-poll fd direction -1))))))
+
+(defun stream-socket-p (fd)
+  (= 1 (alien-funcall (extern-alien "fiber_is_stream" (function int int)) fd)))
 
 (defun nonblocking-p (fd)
   (= 1 (alien-funcall (extern-alien "fiber_is_nonblocking" (function int int)) fd)))
@@ -322,8 +347,7 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
 
 (defconstant af-unix 1)
 
-;;; If the queue of a local listener is full, connect(2) that does not wait fails with EAGAIN, and nothing
-;;; tells when there is room.
+;;; If the queue of a local listener is full, connect(2) that does not wait fails with EAGAIN.
 (defun local-address-p (address)
   (= af-unix (sap-ref-16 (alien-sap address) 0)))
 
@@ -353,7 +377,7 @@ errno if it fails."
                               (return result)))
                            ((and (= errno sb-unix:ewouldblock) (local-address-p address))
                             (with-local-interrupts
-                              (park-until (nanoseconds-from-now 10000000))
+                              (await-room-elsewhere)
                               (unless (= generation (fd-cell-generation cell))
                                 (error 'descriptor-closed :descriptor fd))))
                            (t (return -1)))))
@@ -403,7 +427,7 @@ that waits does it. -1 and errno if it fails."
                   (parking-flags fd flags)))
          (all (and (/= now flags)
                    (logtest flags msg-waitall)
-                   (= 1 (alien-funcall (extern-alien "fiber_is_stream" (function int int)) fd)))))
+                   (stream-socket-p fd))))
     (declare (type index received))
     (when (and (= now flags) (logtest flags msg-waitall) (in-fiber-p))
       (announce-blocking))              ; a part of it may be there

@@ -312,16 +312,16 @@ GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is
     (setf (fiber-phase fiber) +new+)
     (misuse fiber "~@<~S cannot run in ~S, which is finished; START-FIBERS starts another ~
                    group.~:@>" fiber group))
-  (handler-bind ((storage-condition (lambda (condition)
-                                      (declare (ignore condition))
-                                      (undo-enter-group group fiber))))
-    (allocate-stack fiber))
+  (let ((done nil))
+    (unwind-protect (setf done (allocate-stack fiber))
+      (unless done
+        (setf (fiber-phase fiber) +new+)
+        (leave-group group)))
+    (unless done
+      (with-interrupts
+        (error 'fiber-stack-unavailable :size (fiber-stack-size fiber)))))
   (setf (fiber-group fiber) group
         (fiber-phase fiber) +active+))
-
-(defun undo-enter-group (group fiber)
-  (setf (fiber-phase fiber) +new+)
-  (leave-group group))
 
 (declaim (ftype (sfunction (fiber &key (:default t) (:timeout (or null (real 0)))) *) fiber-join))
 (defun fiber-join (fiber &key (default nil defaultp) timeout)

@@ -35,7 +35,8 @@
 ;;; the waker sees that there is one. A waker who sees none does nothing: no lock, no system call.
 ;;;
 ;;; Who is woken first if both kinds wait for a word: they take turns, by the bit TURN of
-;;; the bucket, so that neither kind starves.
+;;; the bucket, so that neither kind starves. Words that share a bucket share the bit, so that
+;;; now and then one kind has two turns.
 ;;;
 ;;; Time-out, unwinding and wake are decided by who takes the fiber out of its queue, under
 ;;; the lock: the fiber itself, or the waker.

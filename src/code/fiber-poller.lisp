@@ -28,10 +28,10 @@
 
 (defconstant events-per-wait 128)
 
-(defstruct (poller (:constructor %make-poller (index epoll))
+(defstruct (poller (:constructor %make-poller (index &optional (epoll -1)))
                    (:copier nil))
   (index 0 :type (mod #.max-pollers) :read-only t)
-  (epoll -1 :type (signed-byte 32) :read-only t)
+  (epoll -1 :type (signed-byte 32))
   (wakeup -1 :type (signed-byte 32))
   ;; The state of the scheduler's sleep: 0 awake, 1 asleep or about to be, 2 woken, 3 freed.
   (sleep 0 :type word)
@@ -40,6 +40,7 @@
   (events (int-sap 0) :type system-area-pointer))
 (declaim (freeze-type poller))
 
+(define-alien-routine ("free" %free) void (memory system-area-pointer))
 (define-alien-routine ("fiber_poller_open" %poller-open) int)
 (define-alien-routine ("fiber_poller_add_wakeup" %poller-add-wakeup) int
   (epoll int) (data unsigned))
@@ -73,23 +74,30 @@
 (defun make-poller ()
   "A poller with a number of its own. Signals an error if the process has too many, or no
 descriptor left."
-  (let ((index (claim-poller-index))
-        (epoll (%poller-open)))
-    (when (minusp epoll)
-      (let ((errno (get-errno)))
-        (setf (svref *pollers* index) nil)
-        (error "The kernel makes no poller: ~A" (strerror errno))))
-    (let* ((poller (%make-poller index epoll))
-           (wakeup (%poller-add-wakeup epoll wakeup-data)))
-      (when (minusp wakeup)
-        (let ((errno (get-errno)))
-          (setf (svref *pollers* index) nil)
-          (sb-unix:unix-close epoll)
-          (error "The kernel makes no wake-up for a poller: ~A" (strerror errno))))
-      (setf (poller-wakeup poller) wakeup
-            (poller-events poller) (sb-alien::%make-alien (* events-per-wait 16))
-            (svref *pollers* index) poller)
-      poller)))
+  (let ((poller (%make-poller (claim-poller-index)))
+        (done nil))
+    (unwind-protect
+         (setf (poller-events poller) (sb-alien::%make-alien (* events-per-wait 16))
+               (poller-epoll poller) (check-descriptor (%poller-open) "poller")
+               (poller-wakeup poller)
+               (check-descriptor (%poller-add-wakeup (poller-epoll poller) wakeup-data)
+                                 "wake-up for a poller")
+               (svref *pollers* (poller-index poller)) poller
+               done t)
+      (unless done (close-poller poller)))
+    poller))
+
+(defun check-descriptor (fd what)
+  (when (minusp fd)
+    (error "The kernel makes no ~A: ~A" what (strerror (get-errno))))
+  fd)
+
+(defun close-poller (poller)
+  "Give back the memory, the descriptors and the number of POLLER, which may have no descriptors yet."
+  (%free (poller-events poller))
+  (dolist (fd (list (poller-wakeup poller) (poller-epoll poller)))
+    (unless (minusp fd) (sb-unix:unix-close fd)))
+  (setf (svref *pollers* (poller-index poller)) nil))
 
 (defun claim-poller-index ()
   (dotimes (i max-pollers
@@ -103,12 +111,8 @@ descriptor left."
   (barrier (:memory))
   (loop until (= (poller-wakers poller) 0)
         do (alien-funcall (extern-alien "thread_yield" (function int))))
-  (sb-unix:unix-close (poller-wakeup poller))
-  (sb-unix:unix-close (poller-epoll poller))
   (forget-poller-in-cells (poller-index poller) heir)
-  (alien-funcall (extern-alien "free" (function void system-area-pointer))
-                 (poller-events poller))
-  (setf (svref *pollers* (poller-index poller)) nil))
+  (close-poller poller))
 
 ;;; Whoever moves SLEEP from 1 to 2 writes; a second waker does not. WAKERS keeps the descriptor, whose
 ;;; number another file may get otherwise, until he has.
@@ -143,10 +147,11 @@ descriptor left."
 ;;;     in chain    -> :READY      report                   who serves the poller
 ;;;     in chain    -> :CLOSING    FORGET-FD                who is about to close
 ;;;                                WAKE-LATE-WAITERS        who has closed
-;;;     :CLOSING    -> :CLOSED     FORGET-FD, no longer     who is about to close
+;;;                                HANDLE-REPORT            who serves the poller, and may not
+;;;                                                         arm again
+;;;     :CLOSING    -> :CLOSED     FORGET-FD, no longer     the same
 ;;;                                in need of its WAIT-NEXT
-;;;     :CLOSING    -> :AGAIN      WAKE-LATE-WAITERS,       who has closed
-;;;                                the same
+;;;     :CLOSING    -> :AGAIN      the others, likewise     the same
 ;;;     in chain    -> in none     REMOVE-WAITER            the fiber: time-out, unwinding
 (defstruct (fd-cell (:constructor make-fd-cell (fd))
                     (:copier nil))
@@ -251,40 +256,6 @@ FIBER does not wait."
         (unchain-waiter (fd-cell-input cell) fiber)
         (unchain-waiter (fd-cell-output cell) fiber))))
 
-;;; One report wakes the first waiter only; if there are more, arming again tells whether
-;;; the descriptor is still ready for the next. A herd of acceptors would otherwise all wake for
-;;; each connection.
-(defmacro take-waiter (place)
-  `(let ((fiber ,place))
-     (when fiber
-       (let ((fiber (truly-the fiber fiber)))
-         (setf ,place (fiber-wait-next fiber)
-               (fiber-wait-next fiber) nil
-               (fiber-wait-result fiber) :ready))
-       fiber)))
-
-(declaim (ftype (sfunction (poller word (mod 4)) (values t t)) handle-report))
-(defun handle-report (poller data directions)
-  "The descriptor of DATA has been reported ready for DIRECTIONS. Return the fiber that waited for input
-and the one that waited for output, each or NIL."
-  (let ((cell (find-fd-cell (ldb (byte 20 0) data) nil))
-        (index (poller-index poller))
-        (epoll (poller-epoll poller))
-        (reader nil)
-        (writer nil))
-    (when cell
-      (with-tiny-lock ((fd-cell-lock cell))
-        (when (= data (fd-cell-data cell))
-          (when (and (logtest directions +input+) (= (fd-cell-input-poller cell) index))
-            (setf reader (take-waiter (fd-cell-input cell))))
-          (when (and (logtest directions +output+) (= (fd-cell-output-poller cell) index))
-            (setf writer (take-waiter (fd-cell-output cell))))
-          (let ((wanted (wanted-directions cell index)))
-            (unless (= wanted 0)
-              (%poller-arm epoll (fd-cell-fd cell) wanted data))))
-        nil))
-    (values reader writer)))
-
 (declaim (inline take-all-waiters))
 (defun take-all-waiters (cell)
   "Empty the chains of CELL; return one of all, with the result :CLOSING. For the holder of its lock."
@@ -299,6 +270,51 @@ and the one that waited for output, each or NIL."
         ((null fiber))
       (setf (fiber-wait-result (truly-the fiber fiber)) :closing))
     chain))
+
+;;; A fiber that sees RESULT may enter another chain at once.
+(defun release-closed (chain result)
+  (loop while chain
+        collect (let ((fiber (truly-the fiber chain)))
+                  (setf chain (fiber-wait-next fiber)
+                        (fiber-wait-next fiber) nil)
+                  (barrier (:write))
+                  (setf (fiber-wait-result fiber) result)
+                  fiber)))
+
+;;; One report wakes the first waiter only; if there are more, arming again tells whether
+;;; the descriptor is still ready for the next. A herd of acceptors would otherwise all wake for
+;;; each connection.
+(defmacro take-waiter (place)
+  `(let ((fiber ,place))
+     (when fiber
+       (let ((fiber (truly-the fiber fiber)))
+         (setf ,place (fiber-wait-next fiber)
+               (fiber-wait-next fiber) nil
+               (fiber-wait-result fiber) :ready))
+       fiber)))
+
+(declaim (ftype (sfunction (poller word (mod 4)) (values t t list)) handle-report))
+(defun handle-report (poller data directions)
+  "The descriptor of DATA has been reported ready for DIRECTIONS. Return the fiber that waited for input
+and the one that waited for output, each or NIL, and a list of others that must be woken."
+  (let ((cell (find-fd-cell (ldb (byte 20 0) data) nil))
+        (index (poller-index poller))
+        (reader nil)
+        (writer nil)
+        (refused nil))
+    (when cell
+      (with-tiny-lock ((fd-cell-lock cell))
+        (when (= data (fd-cell-data cell))
+          (when (and (logtest directions +input+) (= (fd-cell-input-poller cell) index))
+            (setf reader (take-waiter (fd-cell-input cell))))
+          (when (and (logtest directions +output+) (= (fd-cell-output-poller cell) index))
+            (setf writer (take-waiter (fd-cell-output cell))))
+          ;; Nobody would report to those who still wait: let them try, and be told why.
+          (unless (or (= (wanted-directions cell index) 0)
+                      (= (arm-cell cell poller) 0))
+            (setf refused (take-all-waiters cell))))
+        nil))
+    (values reader writer (and refused (release-closed refused :again)))))
 
 (declaim (ftype (sfunction (t) t) forget-fd))
 (defun forget-fd (fd)
@@ -321,16 +337,6 @@ another file that gets the number: hence the removal."
           nil)
         (unless (= known-to 0) (forget-in-pollers fd known-to))
         (release-closed chain :closed)))))
-
-;;; A fiber that sees RESULT may enter another chain at once.
-(defun release-closed (chain result)
-  (loop while chain
-        collect (let ((fiber (truly-the fiber chain)))
-                  (setf chain (fiber-wait-next fiber)
-                        (fiber-wait-next fiber) nil)
-                  (barrier (:write))
-                  (setf (fiber-wait-result fiber) result)
-                  fiber)))
 
 (defun forget-in-pollers (fd known-to)
   (declare (type (unsigned-byte 62) known-to))
@@ -372,9 +378,10 @@ head of a chain that was served by it: one of another group, which had joined ot
     (release-closed chain :again)))
 
 (defun rearm-elsewhere (cell direction poller)
-  (when poller
-    (with-tiny-lock ((fd-cell-lock cell))
-      (if (= direction +input+)
-          (setf (fd-cell-input-poller cell) (poller-index poller))
-          (setf (fd-cell-output-poller cell) (poller-index poller)))
-      (arm-cell cell poller))))
+  (when (and poller
+             (/= 0 (with-tiny-lock ((fd-cell-lock cell))
+                     (if (= direction +input+)
+                         (setf (fd-cell-input-poller cell) (poller-index poller))
+                         (setf (fd-cell-output-poller cell) (poller-index poller)))
+                     (arm-cell cell poller))))
+    (mapc #'unpark (wake-late-waiters cell))))

@@ -122,13 +122,13 @@ LIST-ALL-THREADS, some may have ended before the list is returned."
   `(%instance-ref ,thread (get-dsd-index sb-thread::thread sb-thread::os-tid)))
 
 (defun allocate-stack (fiber)
-  "Give FIBER a stack and enter it into the table. Signals FIBER-STACK-UNAVAILABLE."
-  (without-interrupts
-    (let ((context (%allocate-stack (fiber-stack-size fiber))))
-      (when (= context 0)
-        (error 'fiber-stack-unavailable :size (fiber-stack-size fiber)))
+  "Give FIBER a stack and enter it into the table. Return false if there is no stack to be had. With
+interrupts off."
+  (let ((context (%allocate-stack (fiber-stack-size fiber))))
+    (unless (= context 0)
       (let* ((sap (int-sap context))
              (index (context-word sap index)))
+        (fiber-table-block index) ; may exhaust the heap
         (setf (context-word sap mutex-owner-id) (new-mutex-owner-id index)
               (fiber-control-stack-start fiber) (context-word sap control-stack-start)
               (fiber-control-stack-end fiber) (context-word sap control-stack-end)

@@ -30,6 +30,7 @@
 ;;;;   fiber-timers   the deadline heap
 ;;;;   fiber-stack    stacks, and what a fiber starts with; runtime/fiber.c for the collector
 ;;;;   fiber-poller   who waits for which descriptor
+;;;;   fiber-search   where a carrier looks for work, and how it sleeps
 ;;;;   fiber-wait     where a fiber may wait, deadlines, interruptions
 ;;;;   fiber-carrier  what becomes of a scheduler whose carrier blocks
 ;;;;   fiber-parking  who waits for which word: mutexes and all that is made of them
@@ -149,11 +150,11 @@
   (steals 0 :type fixnum))
 (declaim (freeze-type scheduler))
 
-(defstruct (carrier (:constructor %make-carrier (group))
+(defstruct (carrier (:constructor %make-carrier (group &optional (context 0) scheduler))
                     (:copier nil))
   (group nil :type t :read-only t)
   (thread nil)
-  (context 0 :type word)
+  (context 0 :type word :read-only t)
   ;; What it works from. A carrier without one is a spare, or runs the fiber that blocked it.
   (scheduler nil :type (or null scheduler))
   ;; Odd while it uses its scheduler, even while a fiber or a handler runs: then the monitor may
@@ -279,6 +280,16 @@ more than one, and it is not pinned.")
                         (fiber-next fiber) reversed
                         reversed fiber)))
        reversed)))
+
+(defmacro do-chain ((fiber chain) &body body)
+  "Execute BODY with each FIBER of CHAIN, which has been taken out of it, and may be put into another one."
+  (with-unique-names (rest)
+    `(let ((,rest ,chain))
+       (loop while ,rest
+             do (let ((,fiber (truly-the fiber ,rest)))
+                  (setf ,rest (fiber-next ,fiber)
+                        (fiber-next ,fiber) nil)
+                  ,@body)))))
 
 (defun wake-carrier (carrier)
   "Let CARRIER look at its inbox, or at the scheduler that it has been given."
@@ -531,162 +542,10 @@ what the fiber waits for, for those who look at it from outside. With interrupts
 
 ;;;; the work of a carrier
 
-(defun collect-expired (scheduler)
-  "Unpark the fibers of SCHEDULER whose deadlines have come, interrupt those whose alarms have."
-  (let ((heap (scheduler-deadlines scheduler)))
-    (when (/= (deadline-heap-nearest heap) most-positive-fixnum)
-      (let ((now (fiber-now)))
-        (loop (let ((entry (heap-take-expired heap now)))
-                (cond ((null entry) (return))
-                      ((fiber-p entry) (unpark (truly-the fiber entry)))
-                      (t (ring-alarm (truly-the alarm entry))))))))))
-
-(defun ring-alarm (alarm)
-  (%interrupt-fiber (alarm-fiber alarm) (the function (alarm-function alarm))))
-
-(declaim (inline half-room))
-(defun half-room (queue)
-  "Half of the free places of QUEUE, and at least one."
-  (max 1 (ash (truly-the fixnum (- run-queue-capacity (run-queue-length queue))) -1)))
-
-(defun collect-reports (scheduler nanoseconds)
-  "Unpark the fibers of SCHEDULER whose descriptors are ready; wait for NANOSECONDS if none is."
-  ;; If possible no more than the queue has room for: what overflows to the injector loses
-  ;; its place to others, and its carrier.
-  (let* ((poller (scheduler-poller scheduler))
-         (events (poller-events poller))
-         (n (%poller-wait (poller-epoll poller) events
-                          (min (half-room (scheduler-queue scheduler)) events-per-wait)
-                          nanoseconds)))
-    (dotimes (i n)
-      (let ((data (sap-ref-word events (* i 16)))
-            (directions (ldb (byte 2 0) (sap-ref-word events (+ 8 (* i 16))))))
-        (unless (= data wakeup-data)
-          (multiple-value-bind (reader writer) (handle-report poller data directions)
-            (when reader (unpark reader))
-            (when writer (unpark writer))))))))
-
-(defun collect-injected (scheduler)
-  "Take some of what has come from outside, and leave the rest to others. Queue all but the first, and
-return that, or NIL if there is none."
-  (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
-         (queue (scheduler-queue scheduler))
-         (first (injector-take (fiber-group-injector group) (half-room queue))))
-    (when first
-      (let ((chain (shiftf (fiber-next (truly-the fiber first)) nil)))
-        (loop while chain
-              do (let ((fiber (truly-the fiber chain)))
-                   (setf chain (fiber-next fiber)
-                         (fiber-next fiber) nil)
-                   (run-queue-put queue fiber)))))
-    first))
-
-(defun steal-work (scheduler)
-  (let* ((all (fiber-group-schedulers (truly-the fiber-group (scheduler-group scheduler))))
-         (n (length all))
-         (start (poller-index (scheduler-poller scheduler))))
-    (dotimes (i n)
-      (let ((victim (truly-the scheduler (svref all (rem (+ start i 1) n)))))
-        (unless (eq victim scheduler)
-          (let ((fiber (run-queue-steal (scheduler-queue victim) (scheduler-queue scheduler))))
-            (when fiber
-              (setf (scheduler-steals scheduler)
-                    (truly-the fixnum (1+ (scheduler-steals scheduler))))
-              (return fiber))))))))
-
-(defun look-around (scheduler)
-  "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or NIL."
-  (setf (scheduler-turns scheduler) 0)
-  (collect-expired scheduler)
-  (collect-reports scheduler 0)
-  (let ((group (truly-the fiber-group (scheduler-group scheduler))))
-    (or (and (injector-first (fiber-group-injector group))
-             (if (migration-forced-p group)
-                 (take-migrant group)
-                 (collect-injected scheduler)))
-        (run-queue-take (scheduler-queue scheduler)))))
-
-(declaim (inline enough-search-p))
-(defun enough-search-p (group)
-  "True if with one more than half of the carriers of GROUP that are awake would search: they would take
-their processors from those who work."
-  (declare (fiber-group group))
-  (> (* 2 (1+ (fiber-group-searching group)))
-     (- (length (fiber-group-schedulers group)) (logcount (fiber-group-idle group)))))
-
-(defun search-elsewhere (scheduler group)
-  "Steal for SCHEDULER, which has nothing to do. While one searches nobody needs to be woken."
-  (atomic-incf (fiber-group-searching group))
-  (let ((fiber (loop repeat 4
-                     do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))
-                          (when fiber (return fiber)))
-                        (loop repeat 50 do (spin-loop-hint)))))
-    (atomic-decf (fiber-group-searching group))
-    (when fiber (call-for-help group))
-    fiber))
-
-(defun search-for-work (scheduler)
-  "Return a fiber for SCHEDULER to run, or NIL."
-  (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
-         (found (look-around scheduler)))
-    (cond (found
-           ;; Others may have looked while what is queued now was between two queues.
-           (when (> (run-queue-length (scheduler-queue scheduler)) 0) (call-for-help group))
-           found)
-          ((enough-search-p group) nil)
-          (t (search-elsewhere scheduler group)))))
-
-(defun time-to-sleep (scheduler)
-  "Nanoseconds until the nearest deadline of SCHEDULER, or -1."
-  (let ((nearest (deadline-heap-nearest (scheduler-deadlines scheduler))))
-    (if (= nearest most-positive-fixnum)
-        -1
-        (max 0 (- nearest (fiber-now))))))
-
-(defun enter-idle (group bit)
-  (loop (let ((idle (fiber-group-idle group)))
-          (when (eq (cas (fiber-group-idle group) idle (logior idle bit)) idle) (return)))))
-
-(defun leave-idle (group bit)
-  (loop (let ((idle (fiber-group-idle group)))
-          (when (eq (cas (fiber-group-idle group) idle (logandc2 idle bit)) idle) (return)))))
-
-(defun injected-for-p (carrier scheduler group)
-  "Is there something in the injector of GROUP for CARRIER, or for another one that it can wake?"
-  (declare (fiber-group group))
-  (let ((injector (fiber-group-injector group)))
-    (and (injector-first injector)
-         (or (not (migration-forced-p group))
-             (injector-has-migrant-p injector carrier)
-             (/= 0 (logandc2 (fiber-group-idle group)
-                             (ash 1 (poller-index (scheduler-poller scheduler)))))))))
-
 (declaim (inline handlers-wait-p))
 (defun handlers-wait-p ()
   "Is there something that this OS thread is to call as a thread?"
   (or *interrupt-pending* (sb-thread::thread-interruptions *current-thread*)))
-
-(defun something-to-do-p (carrier scheduler)
-  (let ((group (truly-the fiber-group (scheduler-group scheduler))))
-    (or (carrier-inbox carrier)
-        (injected-for-p carrier scheduler group)
-        (eq (fiber-group-state group) :stopped)
-        (handlers-wait-p)
-        (loop for other across (fiber-group-schedulers group)
-              thereis (> (run-queue-length (scheduler-queue (truly-the scheduler other))) 0)))))
-
-(defun sleep-in-poller (carrier scheduler)
-  "Sleep until there is something to do."
-  (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
-         (poller (scheduler-poller scheduler))
-         (bit (ash 1 (poller-index poller))))
-    (run-queue-forget (scheduler-queue scheduler))
-    (setf (poller-sleep poller) 1)
-    (enter-idle group bit)              ; a full barrier, see the head of this file
-    (collect-reports scheduler (if (something-to-do-p carrier scheduler) 0 (time-to-sleep scheduler)))
-    (leave-idle group bit)              ; a full barrier, see DOZE
-    (setf (poller-sleep poller) 0)
-    (unless (= (fiber-group-monitor-asleep group) 0) (rouse-monitor group))))
 
 (defun run-on-carrier (carrier fiber)
   "Run FIBER, and those that follow without returning here."
@@ -694,12 +553,8 @@ their processors from those who work."
   (after-switch))
 
 (defun run-inbox (carrier)
-  (let ((chain (take-chain (carrier-inbox carrier))))
-    (loop while chain
-          do (let ((fiber (truly-the fiber chain)))
-               (setf chain (fiber-next fiber)
-                     (fiber-next fiber) nil)
-               (run-on-carrier carrier fiber)))))
+  (do-chain (fiber (take-chain (carrier-inbox carrier)))
+    (run-on-carrier carrier fiber)))
 
 ;;; Handlers that were deferred while the scheduler ran, and what others want this OS thread
 ;;; to call. They run on the carrier's own stack, where a wait for a lock is a native one that

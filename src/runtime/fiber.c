@@ -343,14 +343,19 @@ void fiber_stack_free(struct fiber_context* fc)
     pthread_mutex_unlock(&arenas_lock);
 }
 
-/* A carrier's own context, kept while the thread is a carrier. */
-struct fiber_context* fiber_carrier_begin()
+/* Made by who starts the carrier, and can tell when there is no memory. 0 if so. */
+struct carrier* fiber_carrier_make()
+{
+    struct carrier* c = aligned_alloc(16, ALIGN_UP(sizeof *c, 16));
+    if (c) memset(c, 0, sizeof *c);
+    return c;
+}
+
+/* The context is the carrier's own, kept while the thread is a carrier. */
+void fiber_carrier_begin(struct carrier* c)
 {
     struct thread* th = get_sb_vm_thread();
     static unsigned char state_of_carriers; // the collector finds carriers by their threads
-    struct carrier* c = aligned_alloc(16, ALIGN_UP(sizeof *c, 16));
-    if (!c) return 0;
-    memset(c, 0, sizeof *c);
     struct fiber_context* fc = &c->context;
     fc->control_stack_start = th->control_stack_start;
     fc->control_stack_end = th->control_stack_end;
@@ -362,7 +367,6 @@ struct fiber_context* fiber_carrier_begin()
     asm ("stmxcsr %0" : "=m" (mxcsr));
     fc->mxcsr = mxcsr & ~0x3F;    // without the accrued exceptions
     th->carrier_context = fc;
-    return fc;
 }
 
 void fiber_carrier_end()

@@ -57,6 +57,25 @@
           (join (spawn (group) (socket-close a)))
           (is (equal (make-list 5 :initial-element :error) (join-all readers))))))))
 
+;;; dup2(2) closes what its second argument stands for, unless both are the same.
+(test duplicated-while-a-fiber-waits
+  (on-carriers (n)
+    (with-group (group n)
+      (multiple-value-bind (reader writer) (sb-posix:pipe)
+        (multiple-value-bind (other-reader other-writer) (sb-posix:pipe)
+          (let ((fiber (wait-until-parked
+                        (spawn (group)
+                          (handler-case (sb-sys:wait-until-fd-usable reader :input)
+                            (error (condition) (descriptor-closed-descriptor condition)))))))
+            (is (eql reader (sb-posix:dup2 reader reader)))
+            (is (eql :timeout (nth-value 1 (fiber-join fiber :timeout 1/20 :default nil))))
+            (is (eql reader (sb-posix:dup2 other-reader reader)))
+            (is (eql reader (join fiber))))
+          (is (eql sb-posix:ebadf
+                   (handler-case (sb-posix:dup2 1000000 reader)
+                     (sb-posix:syscall-error (condition) (sb-posix:syscall-errno condition)))))
+          (mapc #'sb-unix:unix-close (list reader writer other-reader other-writer)))))))
+
 ;;; Prevents: one who begins to wait between NOTE-CLOSE and the close waiting for ever.
 (test closed-just-after-a-fiber-began-to-wait
   (on-carriers (n)

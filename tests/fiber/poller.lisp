@@ -104,8 +104,9 @@
 
 (defun handle (poller event)
   "The fibers that EVENT has taken out of their chains."
-  (remove nil (multiple-value-list
-               (sb-fiber::handle-report poller (car event) (cdr event)))))
+  (multiple-value-bind (reader writer others)
+      (sb-fiber::handle-report poller (car event) (cdr event))
+    (remove nil (list* reader writer others))))
 
 (defun ready (poller)
   "The fibers that are ready now, in the order in which they are reported."
@@ -474,6 +475,24 @@ these, for FIRST-DIRECTION first."
           (receive-byte reader)
           (add fiber reader input poller)
           (remove-from fiber reader input))))))
+
+;;; The kernel has reported the first of those who wait, and then refuses to watch the descriptor for the others.
+(test closed-silently-after-a-report
+  (with-poller (poller)
+    (with-pipe (reader writer)
+      (let ((first (make-waiter)) (second (make-waiter)))
+        (add first reader input poller)
+        (add second reader input poller)
+        (send-byte writer)
+        (let ((events (events poller))
+              (duplicate (sb-unix:unix-dup reader)))
+          (is (= 1 (length events)))
+          (close-silently reader)
+          (is (equal (list first second) (handle poller (first events))))
+          (is (equal '(:ready :again) (list (result first) (result second))))
+          (is (null (readers reader)))
+          (duplicate duplicate reader)
+          (close-fd duplicate))))))
 
 ;;;; Without descriptors
 

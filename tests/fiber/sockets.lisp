@@ -313,6 +313,34 @@
             (socket-close listener)
             (delete-file name)))))))
 
+;;; The kernel says that the sender's socket is writable, since it is not connected. Prevents: a sender that tries
+;;; again and again as fast as it can.
+(test a-receiver-whose-queue-is-full
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((receiver (make-instance 'local-socket :type :datagram))
+            (sender (make-instance 'local-socket :type :datagram))
+            (name (format nil "/tmp/fiber-sockets-~D" (sb-posix:getpid)))
+            (sent 0))
+        (unwind-protect
+             (progn
+               (socket-bind receiver name)
+               (let ((fiber (spawn (group)
+                              (loop repeat 1000 do (socket-send sender "x" 1 :address (list name))
+                                                   (incf sent)))))
+                 (wait-until-parked fiber)
+                 (let ((sent sent)
+                       (before (getf (fiber-group-statistics group) :switches)))
+                   (sleep 1/5)
+                   (is (< (- (getf (fiber-group-statistics group) :switches) before) 1000))
+                   (is (< sent 1000)))
+                 (loop repeat 1000 do (socket-receive receiver nil 1))
+                 (join fiber)
+                 (is (= 1000 sent))))
+          (socket-close receiver)
+          (socket-close sender)
+          (delete-file name))))))
+
 ;;;; usocket
 
 (defun usocket-pair ()
