@@ -27,11 +27,21 @@
     ;; The fiber will be dead before that thread runs, and who joins it told so.
     (set-symbol-global-value '*invoke-debugger-hook* #'end-quietly)
     ;; *EXIT-LOCK* stays locked, as always: whoever else calls EXIT comes too late.
-    (sb-thread:make-thread (lambda ()
-                             (setf *exit-in-progress* code
-                                   *exit-timeout* timeout)
-                             (throw 'sb-impl::%end-of-the-world t))
-                           :name "exit")))
+    (handler-case
+        (sb-thread:make-thread (lambda ()
+                                 (setf *exit-in-progress* code
+                                       *exit-timeout* timeout)
+                                 (throw 'sb-impl::%end-of-the-world t))
+                               :name "exit")
+      ;; There is nothing to go back to, and nobody else may call EXIT any more.
+      (error (condition) (exit-without-thread code condition)))))
+
+(defun exit-without-thread (code condition)
+  "End the process at once, since CONDITION is why there is no thread to unwind the others."
+  (ignore-errors
+    (format *error-output* "~&~@<EXIT unwinds nobody, and calls no exit hooks: ~A~:>~%" condition)
+    (finish-output *error-output*))
+  (os-exit code :abort t))
 
 (defun end-all-fibers ()
   "Called by EXIT in a thread, to end all fibers. Takes the time for that off *EXIT-TIMEOUT*."

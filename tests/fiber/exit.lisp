@@ -14,8 +14,9 @@
 ;;;; EXIT
 
 (defun exit-code-of (form)
+  ;; One that has begun to EXIT in vain does not end by SIGTERM either.
   (values (call-in-child (list "--eval" *child-package* "--eval" (printed form))
-                         :wrapper '("timeout" "20"))))
+                         :wrapper '("timeout" "-k" "5" "20"))))
 
 ;;; EXIT in a fiber ends the process, with its code, after its exit hooks.
 (test exit-in-a-fiber
@@ -37,6 +38,15 @@
                                                :carrier-count 2)
                            (sleep 1/10)
                            (sb-ext:exit :code 3))))))
+
+;;; Prevents: a process that goes on for ever, since the fiber that wanted to end it is no more.
+(test exit-without-a-thread-for-it
+  (is (= 7 (exit-code-of '(let ((group (start-fibers nil :carrier-count 1)))
+                           ;; more than there are addresses
+                           (setf (sb-alien:extern-alien "thread_control_stack_size" sb-alien:unsigned)
+                                 (ash 1 52))
+                           (submit-fiber group (make-fiber (lambda () (sb-ext:exit :code 7))))
+                           (sleep 15))))))
 
 ;;; A cleanup form that parks, and says that it has run to its end.
 (defparameter *cleanup*
