@@ -569,6 +569,7 @@ what the fiber waits for, for those who look at it from outside. With interrupts
         (warn "~@<~S runs fibers and is not ended by this; FINISH-FIBERS ends it.~:@>"
               *current-thread*)))
     (when *exit-in-progress* (exit-by-thread)) ; SIGTERM, for instance
+    (alien-funcall (extern-alien "fiber_reset_carrier_guard" (function void)))
     (begin-scheduling carrier)
     (setf (carrier-handling carrier) nil)))
 

@@ -469,6 +469,15 @@ void fiber_restore_signal_mask()
     thread_sigmask(SIG_SETMASK, &mask, 0);
 }
 
+/* Called by a carrier at the base of its own stack, where a handler may have used that up and left it by
+ * a throw, of which the return guard knows nothing. With a fiber mounted, who stops for the collector
+ * would put up that guard on the fiber's stack. */
+void fiber_reset_carrier_guard()
+{
+    struct thread* th = get_sb_vm_thread();
+    if (!th->state_word.control_stack_guard_page_protected) reset_thread_control_stack_guard_page(th);
+}
+
 bool fiber_overflow_pending(struct thread* th)
 {
     return th->fiber_context && guards_of(th->fiber_context)->pending;
