@@ -86,6 +86,18 @@ is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOU
       (is (eq :thread-dead (problem-in '*bound* (first fibers)))))
     (is (eq :no-tls-value (problem-in '*bound* (make-fiber #'list))))))
 
+;;; Prevents: an allocation while the world is stopped.
+(test symbol-value-conses-nothing
+  (with-group (group 1)
+    (let ((fiber (wait-until-parked (spawn (group) (let ((*bound* 1)) (fiber-park) *bound*))))
+          (before (sb-ext:get-bytes-consed)))
+      (is (loop repeat 20000
+                always (eql 1 (sb-fiber::symbol-value-in-fiber '*bound* fiber))
+                do (sb-fiber::set-symbol-value-in-fiber '*bound* fiber 1)))
+      (is (< (- (sb-ext:get-bytes-consed) before) (* 20000 16)))
+      (fiber-unpark fiber)
+      (is (eql 1 (join fiber))))))
+
 ;;; While many fibers change their states and carriers, and the world is stopped for others too.
 (test symbol-value-while-switching
   (on-carriers (n)
