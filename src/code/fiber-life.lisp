@@ -404,15 +404,6 @@ who look at the fiber."
 (declaim (ftype (sfunction (function &key (:timeout (or null (real 0)))) t) fiber-wait-for))
 (defun fiber-wait-for (predicate &key timeout)
   "Wait until PREDICATE, a function without arguments, returns true, and return what it returned;
-NIL if TIMEOUT seconds are over before. It is called now and then, at most every tenth of a second,
-as SB-EXT:WAIT-FOR does it: where somebody can tell, use FIBER-UNPARK or a condition variable."
-  (let ((deadline (and timeout (seconds-from-now timeout)))
-        (pause 1/1000))
-    (loop
-      (let ((value (funcall predicate)))
-        (cond (value (return value))
-              ((deadline-passed-p deadline) (return nil))))
-      (sleep (if deadline
-                 (min pause (seconds-until deadline))
-                 pause))
-      (setf pause (min 1/10 (* 2 pause))))))
+NIL if TIMEOUT seconds are over before. It is called now and then, as by SB-EXT:WAIT-FOR: where somebody
+can tell, use FIBER-UNPARK or a condition variable."
+  (values (sb-thread::%wait-for predicate timeout)))
