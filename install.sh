@@ -39,7 +39,8 @@ fork_systems | while read -r asd; do
     rm -rf "$target"
     mkdir -p "${target%/*}"
     cp -R "$root/contrib/$name" "$target"
-    find "$target" -name '*.fasl' -exec rm {} +
+    # A script runs what is in the repository.
+    find "$target" \( -name '*.fasl' -o -name '*.sh' \) -exec rm {} +
     ln -s "../../../$sources/$name/${asd##*/}" "$systems"
     echo " system $target"
 done
