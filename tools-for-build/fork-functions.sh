@@ -83,6 +83,7 @@ fork_files() (
         while read -r file; do
             case $file in
                 tests/fiber/* | tests/in-fibers/* | tests/bench/* | tools-for-build/*.sh) ;;
+                *.patch) echo "$file" ;;
                 # An ASDF system of ours, which SBCL's build knows nothing of.
                 contrib/*/*)
                     dir=${file#contrib/} dir=contrib/${dir%%/*}
