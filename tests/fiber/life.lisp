@@ -197,27 +197,6 @@
         (fiber-unpark owner)
         (is (equal (make-list 20 :initial-element :done) (join-all fibers)))))))
 
-;;; As for a thread; the fiber that is mounted just then must not notice.
-(test interrupt-a-carrier
-  (on-carriers (n)
-    (with-group-of-same-carriers (group n)
-      (let* ((stop nil) (count (list 0))
-             (fibers (loop for i below 5
-                           collect (let ((i i))
-                                     (spawn (group)
-                                       (let ((*print-base* (+ 2 i)))
-                                         (loop until stop do (fiber-yield))
-                                         *print-base*)))))
-             (carriers (remove-if-not #'sb-thread:thread-alive-p
-                                      (mapcar #'sb-fiber::carrier-thread
-                                              (sb-fiber::fiber-group-carriers group)))))
-        (dolist (carrier carriers)
-          (sb-thread:interrupt-thread carrier (lambda () (sb-ext:atomic-incf (car count)))))
-        (loop repeat 20 do (sb-thread:thread-yield))
-        (setf stop t)
-        (is (equal '(2 3 4 5 6) (join-all fibers)))
-        (is (<= (car count) (length carriers)))))))
-
 ;;;; What one can see
 
 (test states
