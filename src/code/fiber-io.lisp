@@ -284,8 +284,13 @@ wait itself."
 ;;; Of local sockets the kernel does not always tell when there is room in a queue of the other end's: that of
 ;;; a listener, to whom wants to connect, and that of a receiver of datagrams, to a sender who is not connected,
 ;;; and whose own socket it says to be writable.
-(defun await-room-elsewhere ()
-  (park-until (nanoseconds-from-now 10000000)))
+(defun await-room-elsewhere (fd)
+  (let* ((cell (find-fd-cell fd t))
+         (generation (fd-cell-generation cell)))
+    (park-until (nanoseconds-from-now 10000000))
+    ;; The number may be another file's by now.
+    (unless (= generation (fd-cell-generation cell))
+      (error 'descriptor-closed :descriptor fd))))
 
 (defmacro with-parking ((fd direction &key (when t)) &body call)
   "The value of CALL, a system call on FD that returns -1 and sets errno if it fails. While it fails
@@ -306,7 +311,7 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
                (return result))
              (with-interrupts
                (if (and (> tries 2) (eq direction :output) (not (stream-socket-p fd)))
-                   (await-room-elsewhere)
+                   (await-room-elsewhere fd)
                    (sb-unix:unix-simple-poll fd direction -1))))))
 
 (defun stream-socket-p (fd)
@@ -376,12 +381,9 @@ errno if it fails."
                               (when (= result 0) (connect))
                               (return result)))
                            ((and (= errno sb-unix:ewouldblock) (local-address-p address))
-                            (with-local-interrupts
-                              (await-room-elsewhere)
-                              (unless (= generation (fd-cell-generation cell))
-                                (error 'descriptor-closed :descriptor fd))))
+                            (with-local-interrupts (await-room-elsewhere fd)))
                            (t (return -1)))))
-              ;; The number may be another file's by now.
+              ;; As above.
               (when (= generation (fd-cell-generation cell))
                 (alien-funcall (extern-alien "fiber_set_blocking" (function int int)) fd))))
           (with-local-interrupts

@@ -341,6 +341,20 @@
           (socket-close sender)
           (delete-file name))))))
 
+;;; Prevents: a datagram that is sent from another file that has got the number.
+(test closed-while-a-queue-is-full
+  (on-carriers (n)
+    (with-group (group n)
+      (multiple-value-bind (fd other) (sb-unix:unix-pipe)
+        (let ((fiber (spawn (group)
+                       (handler-case (loop (sb-fiber::await-room-elsewhere fd))
+                         (descriptor-closed () :closed)))))
+          (wait-until-parked fiber)
+          (is-true (wait-until (progn (sb-fiber::note-close fd)
+                                      (not (fiber-alive-p fiber)))))
+          (is (eq :closed (join fiber))))
+        (mapc #'sb-unix:unix-close (list fd other))))))
+
 ;;;; usocket
 
 (defun usocket-pair ()
