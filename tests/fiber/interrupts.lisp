@@ -194,11 +194,6 @@
 
 ;;;; Carriers are threads
 
-(defmacro with-group-of-same-carriers ((group carrier-count) &body body)
-  "WITH-GROUP for a group whose carriers are not replaced: spares end, and BODY deals with their threads."
-  `(with-stuck-carrier-time (nil)
-     (with-group (,group ,carrier-count) ,@body)))
-
 ;;; Nothing parks here: where migration is forced, who waited for a lock might be left to a carrier that computes.
 (defun busy-carriers (group n)
   "The threads of the N carriers of GROUP, when each of them has run a fiber."

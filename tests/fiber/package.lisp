@@ -67,6 +67,11 @@
        (unwind-protect (progn (setf *stuck-carrier-time* ,seconds) ,@body)
          (setf *stuck-carrier-time* ,old)))))
 
+(defmacro with-group-of-same-carriers ((group carrier-count) &body body)
+  "WITH-GROUP for a group whose carriers are not replaced: spares end, and BODY deals with their threads."
+  `(with-stuck-carrier-time (nil)
+     (with-group (,group ,carrier-count) ,@body)))
+
 (defmacro spawn ((group &rest arguments) &body body)
   "Submit a fiber that executes BODY. ARGUMENTS are those of MAKE-FIBER."
   `(submit-fiber ,group (make-fiber (lambda () ,@body) ,@arguments)))
