@@ -122,18 +122,31 @@ registered; there is :ONE-SHOT. NAME is for printing."
       (error 'simple-type-error :datum poller :expected-type '(eql :one-shot)
              :format-control "~@<~S is not a kind of poller; there is :ONE-SHOT.~:@>"
              :format-arguments (list poller)))
-    (let ((group (make-running-group n name)))
-      (if fibers
-          (submit-all group fibers)
-          (cas *default-group* nil group))
-      group)))
+    (without-interrupts ; lest the group be lost
+      (let ((group (allow-with-interrupts (make-running-group n name)))
+            (done nil))
+        (unwind-protect
+             (setf done (if fibers
+                            (with-local-interrupts (submit-all group fibers))
+                            (progn (cas *default-group* nil group) t)))
+          (unless done (allow-with-interrupts (finish-surely group :abort t))))
+        group))))
 
 (defun submit-all (group fibers)
-  "Submit FIBERS to GROUP, or abort it."
-  (let ((done nil))
-    (unwind-protect (progn (dolist (fiber fibers) (submit-fiber group fiber))
-                           (setf done t))
-      (unless done (finish-fibers group :abort t)))))
+  (dolist (fiber fibers t)
+    (submit-fiber group fiber)))
+
+;;; EXIT, which unwinds this thread first, ends the fibers afterwards.
+(defun finish-surely (group &key abort)
+  "Finish GROUP, which nobody else knows. If this is unwound a thread goes on with it. With interrupts off."
+  (without-interrupts
+    (let ((done *exit-in-progress*))
+      (unwind-protect
+           (unless done
+             (setf done (with-local-interrupts (finish-fibers group :abort abort))))
+        (unless (or done *exit-in-progress*)
+          (sb-thread:make-thread #'finish-fibers :arguments (list group :abort abort)
+                                                 :name "finishing of a group of fibers"))))))
 
 (defun carrier-count-argument (count)
   (cond ((null count)
@@ -148,14 +161,14 @@ registered; there is :ONE-SHOT. NAME is for printing."
 (defun make-running-group (n name)
   (when (equal (posix-getenv "SB_FIBER_FORCE_MIGRATION") "1")
     (setf *force-migration* t))
-  (let* ((group (%make-fiber-group (and name (string name))))
-         (problem (without-interrupts
-                    (atomic-push group *groups*)
-                    (problem-of-equipping group n))))
-    (when problem
-      (close-group group)
-      (stop-group group)
-      (error problem))
+  (let ((group (%make-fiber-group (and name (string name)))))
+    (without-interrupts
+      (atomic-push group *groups*)
+      (let ((problem (problem-of-equipping group n)))
+        (when problem
+          (close-group group)
+          (stop-group group)
+          (with-local-interrupts (error problem)))))
     group))
 
 (defun problem-of-equipping (group n)
@@ -255,13 +268,13 @@ Returns a list of what FIBER-JOIN returns for each as first value. Signals what 
   (let* ((fibers (if (listp fibers) fibers (list fibers)))
          (n (carrier-count-argument carrier-count)))
     (without-interrupts ; lest the group be lost
-      (let ((group (make-running-group n nil)))
+      (let ((group (allow-with-interrupts (make-running-group n nil)))
+            (submitted nil))
         (unwind-protect
              (with-local-interrupts
-               (submit-all group fibers)
+               (setf submitted (submit-all group fibers))
                (mapcar #'fiber-join-first fibers))
-          ;; EXIT, which unwinds this thread first, ends the fibers afterwards.
-          (unless *exit-in-progress* (with-local-interrupts (finish-fibers group))))))))
+          (allow-with-interrupts (finish-surely group :abort (not submitted))))))))
 
 (defun fiber-join-first (fiber)
   (values (fiber-join fiber)))

@@ -200,6 +200,38 @@
       (is (= pollers (pollers-in-use)))
       (is (not (member group sb-fiber::*groups*))))))
 
+;;; Only RUN-FIBERS knows its group. Prevents: carriers that nobody can ever stop.
+(test run-fibers-unwound-twice
+  (on-carriers (n)
+    (let* ((pollers (pollers-in-use)) (started (make-flag)) (stop (make-flag)) (cleanups (make-flag))
+           (waiting (lambda ()
+                      (unwind-protect (loop until (flag-value stop) do (raise-flag started) (sleep 1/1000))
+                        (count-one cleanups))))
+           (runner (make-thread (lambda () (run-fibers (make-fiber waiting) :carrier-count n)))))
+      (is-true (wait-until (flag-value started)))
+      (loop while (sb-thread:thread-alive-p runner)
+            do (ignore-errors (sb-thread:terminate-thread runner))
+               (sleep 1/100))
+      (is (eq :unwound (join-thread runner :default :unwound)))
+      (is (= 0 (flag-count cleanups)))
+      (raise-flag stop)
+      (is-true (wait-until (= pollers (pollers-in-use))))
+      (is (= 1 (flag-count cleanups))))))
+
+;;; Prevents: the same, of START-FIBERS that is unwound before it has returned its group.
+(test start-fibers-unwound
+  (let ((pollers (pollers-in-use)) (fiber (in-fiber () (current-fiber))))
+    (flet ((start ()
+             (loop (handler-case (start-fibers (list (make-fiber #'list) fiber) :carrier-count 1)
+                     (error ())))))
+      (loop repeat 30
+            do (let ((starter (make-thread #'start)))
+                 (sleep (random 0.01))
+                 (loop while (sb-thread:thread-alive-p starter)
+                       do (ignore-errors (sb-thread:terminate-thread starter))
+                          (sleep 1/1000))))
+      (is-true (wait-until (= pollers (pollers-in-use)))))))
+
 (test finish-several-times-at-once
   (on-carriers (n)
     (let ((pollers (pollers-in-use)))
