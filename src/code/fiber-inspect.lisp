@@ -22,19 +22,25 @@ interrupted for it, and makes the backtrace itself."
         ((= (fiber-phase-only fiber) +new+)
          (format stream "~S has not begun.~%" fiber))
         (t
-         (let ((text nil)
-               (done (sb-thread:make-semaphore)))
-           (interrupt-fiber fiber
-                            (lambda ()
-                              (setf text (with-output-to-string (out)
-                                           (sb-debug:print-backtrace :stream out :count count)))
-                              (sb-thread:signal-semaphore done)))
-           (loop until (or (sb-thread:wait-on-semaphore done :timeout 1/10)
-                           (not (fiber-alive-p fiber))))
+         (let ((text (backtrace-made-by fiber count)))
            (if text
                (write-string text stream)
                (format stream "~S has ended.~%" fiber)))))
   nil)
+
+(defun backtrace-made-by (fiber count)
+  "The text of a backtrace of FIBER, which is interrupted to make it, or NIL if it has ended before."
+  (let* ((text nil)
+         (done (sb-thread:make-semaphore))
+         (asked (%interrupt-fiber fiber
+                                  (lambda ()
+                                    (setf text (with-output-to-string (out)
+                                                 (sb-debug:print-backtrace :stream out :count count)))
+                                    (sb-thread:signal-semaphore done)))))
+    (when asked
+      (loop until (or (sb-thread:wait-on-semaphore done :timeout 1/10)
+                      (not (fiber-alive-p fiber))))
+      text)))
 
 ;;;; whose stack
 

@@ -219,6 +219,8 @@
       (fiber-unpark fiber)
       (join fiber)
       (is (eq :finished (fiber-state fiber)))
+      (is (search "has ended" (with-output-to-string (out)
+                                (print-fiber-backtrace fiber :stream out))))
       (is (not (member fiber (list-all-fibers))))
       (is (stringp (princ-to-string group)))
       (is (stringp (princ-to-string fiber))))
