@@ -110,7 +110,7 @@ static void choose_guard_method(char* page)
 
 /* Arenas */
 
-/* Powers of two from 64 KiB on, so that MAX_STACK_CLASSES suffice for all sizes. */
+/* Powers of two from 64 KiB on, of which there are fewer than MAX_STACK_CLASSES. */
 static uword_t round_stack_size(uword_t size)
 {
     uword_t rounded = 64*KIB;
@@ -211,12 +211,10 @@ static uword_t slot_end(struct fiber_arena* a, struct fiber_context* fc)
 
 static struct stack_class* find_stack_class(uword_t control_size)
 {
-    for (int i = 0; i < MAX_STACK_CLASSES; ++i) {
-        struct stack_class* class = &stack_classes[i];
-        if (!class->control_size) class->control_size = control_size;
-        if (class->control_size == control_size) return class;
-    }
-    return 0;
+    struct stack_class* class = stack_classes;
+    while (class->control_size && class->control_size != control_size) ++class;
+    class->control_size = control_size;
+    return class;
 }
 
 static struct fiber_context* carve(struct stack_class* class)
@@ -301,7 +299,7 @@ struct fiber_context* fiber_stack_allocate(uword_t control_size)
     if (!fc) {
         pthread_mutex_lock(&arenas_lock);
         struct stack_class* class = find_stack_class(rounded);
-        if (class) fc = take_stack(class);
+        fc = take_stack(class);
         if (c && fc) add_spares(c, class);
         pthread_mutex_unlock(&arenas_lock);
     }
