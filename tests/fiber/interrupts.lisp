@@ -192,6 +192,48 @@
         ;; WITH-GROUP waits for all of them.
         (is (plusp (flag-count submitted)))))))
 
+;;;; Collections
+
+(defvar *garbage*)
+
+(defun allocate-until-collected ()
+  (loop with epoch = sb-kernel::*gc-epoch*
+        while (eq epoch sb-kernel::*gc-epoch*)
+        do (setf *garbage* (make-array 1000))))
+
+;;; The sender is stopped by the collection, too, and sends when it goes on, which is when the fiber does. Prevents: a
+;;; signal that is deferred there, of which the runtime loses track; it ends the process when it sees that.
+(test interrupted-just-after-a-collection
+  (let ((old (sb-ext:bytes-consed-between-gcs)))
+    (with-group (group 1)
+      (let* ((stop nil) (collecting nil) (sent 0) (calls (make-flag))
+             (fiber (spawn (group) (loop until stop do (fiber-park))))
+             (sender (sb-thread:make-thread
+                      (lambda ()
+                        (loop until stop
+                              do (let ((epoch sb-kernel::*gc-epoch*))
+                                   (loop while (and collecting (eq epoch sb-kernel::*gc-epoch*))
+                                         do (sb-ext:spin-loop-hint))
+                                   (unless (eq epoch sb-kernel::*gc-epoch*)
+                                     (interrupt-fiber fiber (lambda () (count-one calls)))
+                                     (incf sent))
+                                   (loop until (or collecting stop) do (sb-thread:thread-yield))))))))
+        (unwind-protect
+             (progn
+               (setf (sb-ext:bytes-consed-between-gcs) (* 256 1024))
+               (loop repeat 500
+                     do (wait-until-parked fiber)
+                        (interrupt-fiber fiber (lambda ()
+                                                 (setf collecting t)
+                                                 (allocate-until-collected)
+                                                 (setf collecting nil)))))
+          (setf (sb-ext:bytes-consed-between-gcs) old
+                stop t))
+        (sb-thread:join-thread sender)
+        (fiber-unpark fiber)
+        (join fiber)
+        (is (= sent (flag-count calls)))))))
+
 ;;;; Carriers are threads
 
 ;;; Nothing parks here: where migration is forced, who waited for a lock might be left to a carrier that computes.
