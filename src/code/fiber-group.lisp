@@ -93,10 +93,23 @@
 (defun make-carrier-thread (name function argument)
   "Start a thread that calls FUNCTION with ARGUMENT, and handles no deferrable signal before FUNCTION calls
 ACCEPT-SIGNALS: an interruption could unwind it before it has begun."
+  (call-with-make-thread-lock
+   (lambda ()
+     (with-signals-blocked
+       (sb-thread::make-system-thread name function (list argument) nil)))))
+
+;;; START-THREAD blocks signals before it takes the lock. A fiber would park with them blocked, and go on in an
+;;; OS thread that has them not: the one would receive no more, the other's child would before it can.
+(defun start-thread (thread function arguments)
+  "What START-THREAD of threads does, with the lock taken first."
+  (call-with-make-thread-lock
+   (lambda () (sb-thread::start-thread thread function arguments))))
+
+(defun call-with-make-thread-lock (function)
+  (declare (function function))
   (let ((thread (sb-thread::with-system-mutex (sb-thread::*make-thread-lock*)
-                  (with-signals-blocked
-                    (handler-case (sb-thread::make-system-thread name function (list argument) nil)
-                      (error (condition) condition))))))
+                  (handler-case (funcall function)
+                    (error (condition) condition)))))
     ;; Handlers, or a debugger, run without the lock.
     (when (typep thread 'error) (error thread))
     thread))

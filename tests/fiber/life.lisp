@@ -197,6 +197,22 @@
         (fiber-unpark owner)
         (is (equal (make-list 20 :initial-element :done) (join-all fibers)))))))
 
+;;; They meet at a lock with signals blocked. Prevents: a carrier that receives none any more, and a thread
+;;; that receives one before it can handle any.
+(defun sigurg-blocked-p ()
+  (let ((mask (make-array (* 8 sb-unix::sizeof-sigset_t) :element-type 'bit :initial-element 0)))
+    (sb-sys:with-pinned-objects (mask)
+      (sb-unix::pthread-sigmask sb-unix::SIG_BLOCK nil mask))
+    (= 1 (bit mask (1- sb-unix:sigurg)))))
+
+(test threads-made-by-fibers
+  (on-carriers (n)
+    (is (all-true-p (in-fibers n 8 (lambda (i)
+                                     (declare (ignore i))
+                                     (loop repeat 30
+                                           never (progn (join-thread (make-thread #'list))
+                                                        (sigurg-blocked-p)))))))))
+
 ;;;; What one can see
 
 (test states
