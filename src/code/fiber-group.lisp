@@ -215,7 +215,8 @@ registered; there is :ONE-SHOT. NAME is for printing."
 (defun finish-fibers (group &key timeout abort)
   "Wait until the fibers of GROUP have ended, at most TIMEOUT seconds, and then stop its carriers. If
 ABORT is true, terminate the fibers first. Returns true if the group is finished, false if
-TIMEOUT is over; then it goes on. To be called from outside of GROUP."
+TIMEOUT is over; then it goes on, but after ABORT takes no more fibers. To be called from outside
+of GROUP."
   (let ((group (group-argument group)))
     (when (let ((fiber (current-fiber))) (and fiber (eq (fiber-group fiber) group)))
       (misuse *current-thread* "~@<~S cannot wait for the end of ~S, to which it belongs.~:@>"

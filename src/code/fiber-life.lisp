@@ -310,8 +310,8 @@ GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is
                    again.~:@>" fiber))
   (unless (enter-population group)
     (setf (fiber-phase fiber) +new+)
-    (misuse fiber "~@<~S cannot run in ~S, which is finished; START-FIBERS starts another ~
-                   group.~:@>" fiber group))
+    (misuse fiber "~@<~S cannot run in ~S, which is finished or about to be; START-FIBERS starts ~
+                   another group.~:@>" fiber group))
   (let ((done nil))
     (unwind-protect (setf done (allocate-stack fiber))
       (unless done

@@ -126,8 +126,10 @@ interrupts off."
   (let ((context (%allocate-stack (fiber-stack-size fiber))))
     (unless (= context 0)
       (let* ((sap (int-sap context))
-             (index (context-word sap index)))
-        (fiber-table-block index) ; may exhaust the heap
+             (index (context-word sap index))
+             (there nil))
+        (unwind-protect (setf there (fiber-table-block index))
+          (unless there (%free-stack context))) ; the heap is exhausted
         (setf (context-word sap mutex-owner-id) (new-mutex-owner-id index)
               (fiber-control-stack-start fiber) (context-word sap control-stack-start)
               (fiber-control-stack-end fiber) (context-word sap control-stack-end)
