@@ -22,7 +22,9 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 rounds=${1:-3} seconds=${2:-10}
 port=${PORT:-4299}
 url=http://127.0.0.1:$port/
-command -v wrk >/dev/null || { echo "${0##*/}: wrk is missing" >&2; exit 1; }
+root=$(CDPATH='' cd -- "$here/../.." && pwd)
+. "$root/tools-for-build/fork-functions.sh"
+need wrk cl-hunchentoot=/usr/share/common-lisp/source/hunchentoot
 ulimit -n "$(ulimit -Hn)"
 
 dir=$(mktemp -d)
