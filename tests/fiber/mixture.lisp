@@ -33,7 +33,7 @@
 (defun expect (what true)
   (unless true (note (world-problems *world*) what)))
 
-(defun short-time () (random 0.01))
+(defun short-time () (+ 0.00001 (random 0.01)))
 
 ;;;; What they do, each around something else
 
