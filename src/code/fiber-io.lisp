@@ -92,7 +92,7 @@ DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
 (defun note-native-call (fd direction)
   "Called before a system call that waits until FD is ready for DIRECTION, where no fiber can park for
 that: the other end may be some fiber of this very carrier."
-  (when (in-fiber-p)
+  (when (and (in-fiber-p) (not (nonblocking-p fd)))
     (cond ((not (poll-now fd (ecase direction (:input +input+) (:output +output+))))
            (note-native-wait))
           ((eq direction :output)
@@ -328,23 +328,25 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
 ;;; fiber accepts; a thread that accepts from the same socket then waits and tries again. If the
 ;;; user had set it, EAGAIN is his.
 (defun prepare-to-accept (fd)
-  "Make accept(2) on FD not wait if this is a fiber. True if EAGAIN means that one must wait."
-  (if (typep fd '(unsigned-byte 20))
+  "Make accept(2) on FD not wait if this is a fiber. True if EAGAIN may mean that one must wait: whether it
+does is asked then, since another may do this just before the call."
+  (when (typep fd '(unsigned-byte 20))
+    (when (can-park-p)
+      (take-turn +accept-cost+)
       (let ((cell (find-fd-cell fd t)))
-        (cond ((can-park-p)
-               (take-turn +accept-cost+)
-               (unless (fd-cell-nonblocking-by-us cell)
-                 ;; Of two who come at once the second must not take the flag for the user's.
-                 (with-tiny-lock ((fd-cell-lock cell))
-                   (when (= 1 (set-nonblocking fd)) (setf (fd-cell-nonblocking-by-us cell) t))
-                   nil)))
-              ((not (nonblocking-p fd)) (note-native-call fd :input)))
-        (fd-cell-nonblocking-by-us cell))
-      nil))
+        (unless (fd-cell-nonblocking-by-us cell)
+          ;; Of two who come at once the second must not take the flag for the user's.
+          (with-tiny-lock ((fd-cell-lock cell))
+            (when (= 1 (set-nonblocking fd)) (setf (fd-cell-nonblocking-by-us cell) t))
+            nil))))
+    t))
 
 (defun nonblocking-by-us-p (fd)
   (let ((cell (and (typep fd '(unsigned-byte 20)) (find-fd-cell fd nil))))
-    (and cell (fd-cell-nonblocking-by-us cell))))
+    (and cell
+         ;; Who sees the flag must not ask before it is noted whose it is.
+         (with-tiny-lock ((fd-cell-lock cell))
+           (fd-cell-nonblocking-by-us cell)))))
 
 (defun user-sets-nonblocking (fd)
   (let ((cell (and (typep fd '(unsigned-byte 20)) (find-fd-cell fd nil))))

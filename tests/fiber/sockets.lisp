@@ -70,6 +70,31 @@
         (mapc #'funcall servers)
         (socket-close listener)))))
 
+;;; Prevents: a thread that takes EAGAIN for what the user wanted, since a fiber makes the listener one that does
+;;; not wait when the thread has just looked.
+(test a-fiber-accepts-just-before-a-thread
+  (with-group (group 1)
+    (let* ((listener (listening-socket))
+           (fd (socket-file-descriptor listener))
+           (looked nil)
+           (thread (make-thread
+                    (lambda ()
+                      (sb-fiber::with-parking (fd :input :when (sb-fiber::prepare-to-accept fd))
+                        (unless looked
+                          (setf looked t)
+                          (join (spawn (group) (sb-fiber::prepare-to-accept fd))))
+                        (sb-alien:alien-funcall
+                         (sb-alien:extern-alien "accept" (function sb-alien:int sb-alien:int
+                                                                   sb-alien:unsigned sb-alien:unsigned))
+                         fd 0 0))))))
+      (is (eq :waits (join-thread thread :timeout 1/10 :default :waits)))
+      (let ((client (connected-socket (port-of listener)))
+            (accepted (join-thread thread)))
+        (is (<= 0 accepted))
+        (sb-unix:unix-close accepted)
+        (socket-close client)
+        (socket-close listener)))))
+
 (test local-sockets
   (on-carriers (n)
     (with-group (group n)
