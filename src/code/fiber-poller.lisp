@@ -26,6 +26,8 @@
 (defconstant +output+ 2)
 (defconstant max-pollers 62)            ; a fixnum has a bit for each
 
+(deftype descriptor () '(unsigned-byte 31))
+
 (defconstant events-per-wait 128)
 
 (defstruct (poller (:constructor %make-poller (index &optional (epoll -1)))
@@ -35,8 +37,8 @@
   (wakeup -1 :type (signed-byte 32))
   ;; The state of the scheduler's sleep: 0 awake, 1 asleep or about to be, 2 woken, 3 freed.
   (sleep 0 :type word)
-  ;; Who is about to write to WAKEUP.
-  (wakers 0 :type word)
+  ;; How many threads are about to use its descriptors.
+  (users 0 :type word)
   (events (int-sap 0) :type system-area-pointer))
 (declaim (freeze-type poller))
 
@@ -109,55 +111,77 @@ descriptor left."
   (setf (svref *pollers* (poller-index poller)) t
         (poller-sleep poller) 3)
   (barrier (:memory))
-  (loop until (= (poller-wakers poller) 0)
+  (loop until (= (poller-users poller) 0)
         do (alien-funcall (extern-alien "thread_yield" (function int))))
   (forget-poller-in-cells (poller-index poller) heir)
   (close-poller poller))
 
-;;; Whoever moves SLEEP from 1 to 2 writes; a second waker does not. WAKERS keeps the descriptor, whose
-;;; number another file may get otherwise, until he has.
+;;; USERS keeps the descriptors open, whose numbers other files may get otherwise.
+(defmacro using-poller ((poller usable) &body body)
+  "Execute BODY, which does not exit non-locally, if POLLER is USABLE, which is asked while it cannot be freed.
+With interrupts off."
+  `(progn
+     (atomic-incf (poller-users ,poller))
+     (multiple-value-prog1 (when ,usable ,@body)
+       (atomic-decf (poller-users ,poller)))))
+
+;;; The thread that moves SLEEP from 1 to 2 writes; a second waker does not.
 (defun wake-poller (poller)
   (declare (poller poller))
   (barrier (:memory)) ; between what the caller has written and what it reads of the sleeper
   (when (= (poller-sleep poller) 1)
     (without-interrupts
-      (atomic-incf (poller-wakers poller))
-      (when (= (cas (poller-sleep poller) 1 2) 1)
-        (%poller-wake (poller-wakeup poller)))
-      (atomic-decf (poller-wakers poller)))))
+      (using-poller (poller (= (cas (poller-sleep poller) 1 2) 1))
+        (%poller-wake (poller-wakeup poller))))))
 
 ;;;; the waiter map
 
-;;; One cell for each descriptor of the process, in a table of blocks that do not move.
+;;; One cell for each descriptor of the process, in a table whose blocks do not move.
 ;;; It is one for all pollers, not one for each, since CLOSE must find the waiters wherever they
 ;;; are, and since two carriers must not both believe that they own a descriptor.
 ;;;
 ;;; What is true when nobody is inside:
 ;;;  - INPUT and OUTPUT are chains of fibers through WAIT-NEXT, the longest waiting first, each
-;;;    with WAIT-RESULT nil; a fiber that was taken out has a result: :READY, :CLOSED or :AGAIN;
+;;;    with WAIT-RESULT nil; a fiber that was taken out has a result: :READY, :CLOSED, :AGAIN or
+;;;    the errno with which the kernel refused to arm;
 ;;;  - if a chain is not empty, the descriptor is armed for that direction in the poller whose
 ;;;    number is INPUT-POLLER or OUTPUT-POLLER, or its report is being handled;
 ;;;  - KNOWN-TO has the bits of the pollers that have ever heard of the descriptor
-;;;    in its present GENERATION.
-;;; All moves are made under the tiny lock, arming included: a report can be handled, on
-;;; the same or another carrier, only when the waiter is in its chain.
+;;;    in its present GENERATION;
+;;;  - ARMING is 0.
 ;;;
 ;;;     state of a waiter          move                     by
 ;;;     in no chain -> in chain    ADD-WAITER, then arm     the fiber
-;;;     in chain    -> :READY      report                   who serves the poller
-;;;     in chain    -> :CLOSING    FORGET-FD                who is about to close
-;;;                                WAKE-LATE-WAITERS        who has closed
-;;;                                HANDLE-REPORT            who serves the poller, and may not
-;;;                                                         arm again
-;;;     :CLOSING    -> :CLOSED     FORGET-FD, no longer     the same
+;;;     in chain    -> :READY      report                   the carrier that serves the poller
+;;;     in chain    -> :CLOSING    FORGET-FILE              the thread that is about to close
+;;;                                WAKE-LATE-WAITERS        the thread that has closed
+;;;                                REFUSE-WAITERS           the thread that arms, in vain
+;;;     :CLOSING    -> :CLOSED     FORGET-FILE, no longer     the same
 ;;;                                in need of its WAIT-NEXT
-;;;     :CLOSING    -> :AGAIN      the others, likewise     the same
+;;;     :CLOSING    -> :AGAIN,     the others, likewise     the same
+;;;                    errno
 ;;;     in chain    -> in none     REMOVE-WAITER            the fiber: time-out, unwinding
+;;;
+;;; All moves are made under the tiny lock. The system call that arms is not, since it may have to
+;;; wait in the kernel for others that use the poller. So that an older wish does not
+;;; replace a younger one there, one thread at a time arms a descriptor: ARMING has the directions
+;;; for which somebody wants that, and +ARMING-NOW+ while a thread is at it. That thread takes a
+;;; direction out under the lock, arms for all that is wanted in its poller then, and ends when
+;;; ARMING has no direction any more. A direction is entered there, after its waiter, under the
+;;; lock; so a waiter that is seen by no system call is seen by the next.
+;;;
+;;;     ARMING                          move                  by
+;;;     0             -> now, wishes    WISH-TO-ARM           the thread that will arm
+;;;     now, wishes   -> now, more      WISH-TO-ARM           any other
+;;;     now, wishes   -> now, fewer     NEXT-ARMING           the thread that arms
+;;;     now           -> 0              NEXT-ARMING           the same
 (defstruct (fd-cell (:constructor make-fd-cell (fd))
                     (:copier nil))
   (lock 0 :type word)
-  (fd 0 :type (unsigned-byte 31) :read-only t)
+  (fd 0 :type descriptor :read-only t)
   (generation 0 :type (unsigned-byte 29))
+  ;; True from FORGET-FILE until the descriptor has been closed.
+  (closing nil :type boolean)
   ;; How to read and write without waiting, see fiber-io.lisp. NIL: not found out yet.
   (kind nil :type symbol)
   ;; True if O_NONBLOCK was set by PREPARE-TO-ACCEPT and not by the user.
@@ -166,35 +190,50 @@ descriptor left."
   (output nil)
   (input-poller 0 :type (mod #.max-pollers))
   (output-poller 0 :type (mod #.max-pollers))
+  (arming 0 :type (unsigned-byte 3))
   (known-to 0 :type (unsigned-byte 62)))
 (declaim (freeze-type fd-cell))
 
-(define-load-time-global *fd-table* (make-array 4096 :initial-element 0))
+;;; Blocks of 256 cells, of which there are 4096 in each of 2048 parts.
+(define-load-time-global *fd-table* (make-array 2048 :initial-element 0))
 (declaim (type simple-vector *fd-table*))
 
+(declaim (inline subtable))
+(defun subtable (table index length createp)
+  "The vector of LENGTH at INDEX of TABLE, or NIL if there is none and CREATEP is false."
+  (declare (simple-vector table) (index index))
+  (let ((entry (svref table index)))
+    (cond ((simple-vector-p entry) entry)
+          (createp
+           (cas (svref table index) 0 (make-array length :initial-element 0))
+           (truly-the simple-vector (svref table index))))))
+
 (defun find-fd-cell (fd createp)
-  (declare (type (unsigned-byte 20) fd))
-  (let ((block (svref *fd-table* (ash fd -8))))
-    (unless (simple-vector-p block)
-      (unless createp (return-from find-fd-cell nil))
-      (cas (svref *fd-table* (ash fd -8)) 0 (make-array 256 :initial-element 0))
-      (setf block (svref *fd-table* (ash fd -8))))
-    (let ((cell (svref block (logand fd 255))))
-      (cond ((fd-cell-p cell) cell)
-            (createp
-             (cas (svref block (logand fd 255)) 0 (make-fd-cell fd))
-             (svref block (logand fd 255)))))))
+  (declare (type descriptor fd))
+  (let* ((part (subtable *fd-table* (ash fd -20) 4096 createp))
+         (block (and part (subtable part (ldb (byte 12 8) fd) 256 createp)))
+         (i (ldb (byte 8 0) fd)))
+    (when block
+      (let ((cell (svref block i)))
+        (cond ((fd-cell-p cell) cell)
+              (createp
+               (cas (svref block i) 0 (make-fd-cell fd))
+               (svref block i)))))))
+
+(defun map-fd-cells (function)
+  (declare (function function))
+  (labels ((walk (table)
+             (declare (simple-vector table))
+             (loop for entry across table
+                   do (cond ((fd-cell-p entry) (funcall function entry))
+                            ((simple-vector-p entry) (walk entry))))))
+    (walk *fd-table*)))
 
 (declaim (inline fd-cell-data))
 (defun fd-cell-data (cell)
   (logior (fd-cell-fd cell) (ash (fd-cell-generation cell) 32)))
 
-;;; What to arm in poller number INDEX: a one-shot arm replaces the one before, so it
-;;; must name all directions that somebody waits for there.
-(declaim (inline wanted-directions))
-(defun wanted-directions (cell index)
-  (logior (if (and (fd-cell-input cell) (= (fd-cell-input-poller cell) index)) +input+ 0)
-          (if (and (fd-cell-output cell) (= (fd-cell-output-poller cell) index)) +output+ 0)))
+;;;; chains
 
 (defmacro append-waiter (place fiber)
   `(if (null ,place)
@@ -205,36 +244,138 @@ descriptor left."
                  (setf last (truly-the fiber next))))
          (setf (fiber-wait-next last) ,fiber))))
 
-(declaim (inline arm-cell))
-(defun arm-cell (cell poller)
-  "Arm the descriptor of CELL in POLLER for all that is wanted there. Return 0 or an errno."
-  (let ((index (poller-index poller)))
-    (setf (fd-cell-known-to cell)
-          (logior (fd-cell-known-to cell) (truly-the (unsigned-byte 62) (ash 1 index))))
-    (%poller-arm (poller-epoll poller) (fd-cell-fd cell) (wanted-directions cell index)
-                 (fd-cell-data cell))))
+(declaim (inline take-waiters))
+(defun take-waiters (cell directions)
+  "Empty the chains of CELL for DIRECTIONS; return one of all, with the result :CLOSING. For the
+holder of its lock."
+  (declare (type (mod 4) directions) (optimize (safety 0)))
+  (let ((chain nil))
+    (when (logtest directions +input+)
+      (setf chain (fd-cell-input cell)
+            (fd-cell-input cell) nil))
+    (when (logtest directions +output+)
+      (append-waiter chain (fd-cell-output cell))
+      (setf (fd-cell-output cell) nil))
+    (do ((fiber chain (fiber-wait-next (truly-the fiber fiber))))
+        ((null fiber))
+      (setf (fiber-wait-result (truly-the fiber fiber)) :closing))
+    chain))
 
-;;; Who finds others waiting joins them in the poller that serves them. Who is the first and
-;;; cannot be served leaves at once: others would join a chain that nobody serves.
-(defmacro chain-waiter (place poller-place fiber poller)
-  `(if (null ,place)
-       (let ((errno (progn (setf ,place ,fiber
-                                 ,poller-place (poller-index ,poller))
-                           (arm-cell cell ,poller))))
-         (unless (= errno 0) (setf ,place nil))
-         errno)
-       (progn (append-waiter ,place ,fiber) 0)))
+;;; A fiber that sees RESULT may enter another chain at once.
+(defun release-waiters (chain result)
+  "Let the fibers of CHAIN, which were taken out, have RESULT; return a list of them. They must be woken."
+  (loop while chain
+        collect (let ((fiber (truly-the fiber chain)))
+                  (setf chain (fiber-wait-next fiber)
+                        (fiber-wait-next fiber) nil)
+                  (barrier (:write))
+                  (setf (fiber-wait-result fiber) result)
+                  fiber)))
 
-(declaim (ftype (sfunction (fd-cell fiber (mod 3) poller) (signed-byte 32)) add-waiter))
-(defun add-waiter (cell fiber direction poller)
-  "Let FIBER wait for DIRECTION in POLLER. Return 0, or an errno if it cannot be waited for, and then
-FIBER does not wait."
+;;;; arming
+
+(defconstant +arming-now+ 4)
+
+;;; What to arm in poller number INDEX: a one-shot arm replaces the one before, so it
+;;; must name all directions that somebody waits for there.
+(declaim (inline wanted-directions))
+(defun wanted-directions (cell index)
+  (logior (if (and (fd-cell-input cell) (= (fd-cell-input-poller cell) index)) +input+ 0)
+          (if (and (fd-cell-output cell) (= (fd-cell-output-poller cell) index)) +output+ 0)))
+
+(declaim (inline wish-to-arm))
+(defun wish-to-arm (cell direction)
+  "Let CELL be armed for DIRECTION. Return true if the caller has to call ARM-CELL, once it has left the lock
+of CELL, which it holds."
+  (let ((old (fd-cell-arming cell)))
+    (setf (fd-cell-arming cell) (logior old direction +arming-now+))
+    (not (logtest old +arming-now+))))
+
+(declaim (inline next-arming))
+(defun next-arming (cell)
+  "Take a direction out of ARMING of CELL, and return the number of the poller in which to arm, or else NIL and
+be done. For the thread that arms, which holds the lock of CELL."
+  (let ((wishes (logand (fd-cell-arming cell) (logior +input+ +output+))))
+    (cond ((= wishes 0)
+           (setf (fd-cell-arming cell) 0)
+           nil)
+          (t
+           (let* ((direction (if (logtest wishes +input+) +input+ +output+))
+                  (index (if (= direction +input+)
+                             (fd-cell-input-poller cell)
+                             (fd-cell-output-poller cell))))
+             (setf (fd-cell-arming cell) (logior +arming-now+ (logxor wishes direction))
+                   (fd-cell-known-to cell)
+                   (logior (fd-cell-known-to cell) (truly-the (unsigned-byte 62) (ash 1 index))))
+             index)))))
+
+;;; FORGET-POLLER-IN-CELLS deals with those who wait in a poller that is being freed.
+(declaim (ftype (sfunction ((mod #.max-pollers) descriptor (mod 4) word) (signed-byte 32))
+                arm-in-poller))
+(defun arm-in-poller (index fd directions data)
+  "Arm FD in poller number INDEX. Return 0 or an errno."
+  (let ((poller (svref *pollers* index)))
+    (or (and (poller-p poller)
+             (using-poller (poller (eq poller (svref *pollers* index)))
+               (%poller-arm (poller-epoll poller) fd directions data)))
+        0)))
+
+(defun arm-cell (cell)
+  "Arm CELL for all that is wanted, until nothing new is. For the thread to which WISH-TO-ARM said so."
+  (loop
+    (let ((index nil) (directions 0) (data 0))
+      (declare (type (or null (mod #.max-pollers)) index) (type (mod 4) directions) (word data))
+      (with-tiny-lock ((fd-cell-lock cell))
+        (setf index (next-arming cell))
+        (when index
+          (setf directions (wanted-directions cell index)
+                data (fd-cell-data cell)))
+        nil)
+      (unless index (return))
+      (unless (= directions 0)          ; it may have been woken meanwhile
+        (let ((errno (arm-in-poller index (fd-cell-fd cell) directions data)))
+          (unless (= errno 0) (refuse-waiters cell index data errno)))))))
+
+;;; Nobody would report to them.
+(declaim (ftype (sfunction (fd-cell (mod #.max-pollers) word (signed-byte 32)) t) refuse-waiters))
+(defun refuse-waiters (cell index data errno)
+  "Wake those who wait for CELL in poller number INDEX, and tell them ERRNO, if DATA is still that of CELL."
+  (let ((chain nil))
+    (with-tiny-lock ((fd-cell-lock cell))
+      (when (= data (fd-cell-data cell))
+        (setf chain (take-waiters cell (wanted-directions cell index))))
+      nil)
+    (mapc #'unpark (release-waiters chain errno))))
+
+;;;; waiting
+
+;;; A fiber that finds others waiting joins them in the poller that serves them.
+(defmacro chain-waiter (place poller-place direction fiber poller)
+  `(cond ((null ,place)
+          (setf ,place ,fiber
+                ,poller-place (poller-index ,poller))
+          (wish-to-arm cell ,direction))
+         (t (append-waiter ,place ,fiber)
+            nil)))
+
+(declaim (ftype (sfunction (fd-cell fiber (mod 3) poller fixnum) boolean) add-waiter))
+(defun add-waiter (cell fiber direction poller file)
+  "Let FIBER wait in POLLER until CELL is ready for DIRECTION. Return false if CELL does not stand for FILE any
+more, see NOTE-FILE, or is closed already."
   (setf (fiber-wait-next fiber) nil
         (fiber-wait-result fiber) nil)
-  (with-tiny-lock ((fd-cell-lock cell))
-    (if (= direction +input+)
-        (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell) fiber poller)
-        (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell) fiber poller))))
+  (when (with-tiny-lock ((fd-cell-lock cell))
+          (cond ((and (>= file 0) (/= file (fd-cell-generation cell)))
+                 (setf (fiber-wait-result fiber) :closed)
+                 nil)
+                ((= direction +input+)
+                 (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell) +input+
+                               fiber poller))
+                (t
+                 (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell) +output+
+                               fiber poller))))
+    (arm-cell cell))
+  (neq (fiber-wait-result fiber) :closed))
 
 (defmacro unchain-waiter (place fiber)
   `(let ((this ,place) (previous nil))
@@ -256,30 +397,7 @@ FIBER does not wait."
         (unchain-waiter (fd-cell-input cell) fiber)
         (unchain-waiter (fd-cell-output cell) fiber))))
 
-(declaim (inline take-all-waiters))
-(defun take-all-waiters (cell)
-  "Empty the chains of CELL; return one of all, with the result :CLOSING. For the holder of its lock."
-  (declare (optimize (safety 0)))
-  (let ((chain (fd-cell-input cell)))
-    (if (null chain)
-        (setf chain (fd-cell-output cell))
-        (append-waiter chain (fd-cell-output cell)))
-    (setf (fd-cell-input cell) nil
-          (fd-cell-output cell) nil)
-    (do ((fiber chain (fiber-wait-next (truly-the fiber fiber))))
-        ((null fiber))
-      (setf (fiber-wait-result (truly-the fiber fiber)) :closing))
-    chain))
-
-;;; A fiber that sees RESULT may enter another chain at once.
-(defun release-closed (chain result)
-  (loop while chain
-        collect (let ((fiber (truly-the fiber chain)))
-                  (setf chain (fiber-wait-next fiber)
-                        (fiber-wait-next fiber) nil)
-                  (barrier (:write))
-                  (setf (fiber-wait-result fiber) result)
-                  fiber)))
+;;;; reports
 
 ;;; One report wakes the first waiter only; if there are more, arming again tells whether
 ;;; the descriptor is still ready for the next. A herd of acceptors would otherwise all wake for
@@ -293,57 +411,70 @@ FIBER does not wait."
                (fiber-wait-result fiber) :ready))
        fiber)))
 
-(declaim (ftype (sfunction (poller word (mod 4)) (values t t list)) handle-report))
+(declaim (ftype (sfunction (poller word (mod 4)) (values t t)) handle-report))
 (defun handle-report (poller data directions)
   "The descriptor of DATA has been reported ready for DIRECTIONS. Return the fiber that waited for input
-and the one that waited for output, each or NIL, and a list of others that must be woken."
-  (let ((cell (find-fd-cell (ldb (byte 20 0) data) nil))
+and the one that waited for output, each or NIL, which must be woken."
+  (let ((cell (find-fd-cell (ldb (byte 31 0) data) nil))
         (index (poller-index poller))
         (reader nil)
-        (writer nil)
-        (refused nil))
-    (when cell
-      (with-tiny-lock ((fd-cell-lock cell))
-        (when (= data (fd-cell-data cell))
-          (when (and (logtest directions +input+) (= (fd-cell-input-poller cell) index))
-            (setf reader (take-waiter (fd-cell-input cell))))
-          (when (and (logtest directions +output+) (= (fd-cell-output-poller cell) index))
-            (setf writer (take-waiter (fd-cell-output cell))))
-          ;; Nobody would report to those who still wait: let them try, and be told why.
-          (unless (or (= (wanted-directions cell index) 0)
-                      (= (arm-cell cell poller) 0))
-            (setf refused (take-all-waiters cell))))
-        nil))
-    (values reader writer (and refused (release-closed refused :again)))))
+        (writer nil))
+    (when (and cell
+               (with-tiny-lock ((fd-cell-lock cell))
+                 (when (= data (fd-cell-data cell))
+                   (when (and (logtest directions +input+) (= (fd-cell-input-poller cell) index))
+                     (setf reader (take-waiter (fd-cell-input cell))))
+                   (when (and (logtest directions +output+) (= (fd-cell-output-poller cell) index))
+                     (setf writer (take-waiter (fd-cell-output cell))))
+                   (let ((wanted (wanted-directions cell index)))
+                     ;; One is enough: it is armed for all that is wanted in this poller.
+                     (and (/= wanted 0)
+                          (wish-to-arm cell (if (logtest wanted +input+) +input+ +output+)))))))
+      (arm-cell cell))
+    (values reader writer)))
 
-(declaim (ftype (sfunction (t) t) forget-fd))
-(defun forget-fd (fd)
-  "The descriptor FD is about to be closed. Return a list of the fibers that waited for it, which have
-the result :CLOSED and must be woken. A duplicate of FD would keep the registration alive and report for
-another file that gets the number: hence the removal."
-  (let ((cell (and (typep fd '(unsigned-byte 20)) (find-fd-cell fd nil))))
-    (when cell
-      (let ((known-to 0)
-            (chain nil))
-        (declare (type (unsigned-byte 62) known-to))
-        (with-tiny-lock ((fd-cell-lock cell))
-          (setf known-to (fd-cell-known-to cell)
-                (fd-cell-known-to cell) 0
-                (fd-cell-kind cell) nil
-                (fd-cell-nonblocking-by-us cell) nil
-                (fd-cell-generation cell) (logand (1+ (fd-cell-generation cell))
-                                                  (1- (ash 1 29))))
-          (setf chain (take-all-waiters cell))
-          nil)
-        (unless (= known-to 0) (forget-in-pollers fd known-to))
-        (release-closed chain :closed)))))
+;;;; closing
+
+(declaim (ftype (sfunction (fd-cell) list) forget-file))
+(defun forget-file (cell)
+  "The descriptor of CELL is about to be closed. Return a list of the fibers that waited for it, which have
+the result :CLOSED and must be woken. A duplicate would keep the registration alive and report for another
+file that gets the number: hence the removal."
+  (let ((known-to 0)
+        (chain nil))
+    (declare (type (unsigned-byte 62) known-to))
+    (with-tiny-lock ((fd-cell-lock cell))
+      (setf known-to (fd-cell-known-to cell)
+            (fd-cell-known-to cell) 0
+            (fd-cell-kind cell) nil
+            (fd-cell-nonblocking-by-us cell) nil
+            (fd-cell-closing cell) t
+            (fd-cell-generation cell) (logand (1+ (fd-cell-generation cell)) (1- (ash 1 29)))
+            chain (take-waiters cell 3))
+      nil)
+    (unless (= known-to 0) (forget-in-pollers (fd-cell-fd cell) known-to))
+    (release-waiters chain :closed)))
 
 (defun forget-in-pollers (fd known-to)
   (declare (type (unsigned-byte 62) known-to))
   (dotimes (i max-pollers)
     (when (logbitp i known-to)
       (let ((poller (svref *pollers* i)))
-        (when (poller-p poller) (%poller-forget (poller-epoll poller) fd))))))
+        (when (poller-p poller)
+          (using-poller (poller (eq poller (svref *pollers* i)))
+            (%poller-forget (poller-epoll poller) fd)))))))
+
+;;; FD has been closed, and its number may stand for another file already: nothing is undone.
+(defun wake-late-waiters (cell)
+  "Return a list of the fibers that wait in CELL, which have the result :AGAIN and must be woken."
+  (let ((chain nil))
+    (with-tiny-lock ((fd-cell-lock cell))
+      (setf (fd-cell-closing cell) nil
+            chain (take-waiters cell 3))
+      nil)
+    (release-waiters chain :again)))
+
+;;;; a poller that is freed
 
 ;;; The next poller with this number has heard of nothing, and nobody serves this one.
 (defun forget-poller-in-cells (index heir)
@@ -363,25 +494,13 @@ head of a chain that was served by it: one of another group, which had joined ot
                      (logandc2 (fd-cell-known-to cell)
                                (truly-the (unsigned-byte 62) (ash 1 index))))
                nil))))
-    (loop for block across *fd-table*
-          when (simple-vector-p block)
-          do (loop for cell across block
-                   when (fd-cell-p cell) do (forget cell)))))
-
-;;; FD has been closed, and its number may stand for another file already: nothing is undone.
-(defun wake-late-waiters (cell)
-  "Return a list of the fibers that wait in CELL, which have the result :AGAIN and must be woken."
-  (let ((chain nil))
-    (with-tiny-lock ((fd-cell-lock cell))
-      (setf chain (take-all-waiters cell))
-      nil)
-    (release-closed chain :again)))
+    (map-fd-cells #'forget)))
 
 (defun rearm-elsewhere (cell direction poller)
   (when (and poller
-             (/= 0 (with-tiny-lock ((fd-cell-lock cell))
-                     (if (= direction +input+)
-                         (setf (fd-cell-input-poller cell) (poller-index poller))
-                         (setf (fd-cell-output-poller cell) (poller-index poller)))
-                     (arm-cell cell poller))))
-    (mapc #'unpark (wake-late-waiters cell))))
+             (with-tiny-lock ((fd-cell-lock cell))
+               (if (= direction +input+)
+                   (setf (fd-cell-input-poller cell) (poller-index poller))
+                   (setf (fd-cell-output-poller cell) (poller-index poller)))
+               (wish-to-arm cell direction)))
+    (arm-cell cell)))

@@ -49,10 +49,9 @@
       (let ((data (sap-ref-word events (* i 16)))
             (directions (ldb (byte 2 0) (sap-ref-word events (+ 8 (* i 16))))))
         (unless (= data wakeup-data)
-          (multiple-value-bind (reader writer others) (handle-report poller data directions)
+          (multiple-value-bind (reader writer) (handle-report poller data directions)
             (when reader (unpark reader))
-            (when writer (unpark writer))
-            (mapc #'unpark others)))))))
+            (when writer (unpark writer))))))))
 
 (defun collect-injected (scheduler)
   "Take some of what has come from outside, and leave the rest to others. Queue all but the first, and

@@ -19,6 +19,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
@@ -28,6 +29,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/select.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -231,6 +233,27 @@ int64_t fiber_plain_write(int fd, void* buffer, uint64_t n)
     return count < 0 ? -errno : count;
 }
 
+/* For descriptors that have to be asked: when FD is ready, PIPE_BUF bytes have room. */
+int64_t fiber_polled_write(int fd, char* buffer, uint64_t n)
+{
+    uint64_t done = 0;
+    while (done < n && fiber_poll_now(fd, OUTPUT) > 0) {
+        uint64_t rest = n - done;
+        int64_t count = fiber_plain_write(fd, buffer + done, rest < PIPE_BUF ? rest : PIPE_BUF);
+        if (count < 0) return done ? (int64_t)done : count;
+        done += count;
+    }
+    return done || !n ? (int64_t)done : -EAGAIN;
+}
+
+/* A number that tells the open file FD from others, of 61 bits; 0 if there is none. */
+uint64_t fiber_file_identity(int fd)
+{
+    struct stat s;
+    if (fstat(fd, &s)) return 0;
+    return ((uint64_t)s.st_dev << 40 ^ s.st_ino) & (((uint64_t)1 << 61) - 1);
+}
+
 int fiber_is_nonblocking(int fd)
 {
     int flags = fcntl(fd, F_GETFL);
@@ -324,14 +347,14 @@ static int add_to_set(struct set_builder* b, int fd, int directions)
         b->single = fd | (int64_t)directions << 32;
         return directions == INPUT || directions == OUTPUT ? 0 : add_to_epoll(b, fd, directions);
     }
-    int result = b->epoll < 0 ? add_to_epoll(b, b->single & 0xfffff, b->single >> 32) : 0;
+    int result = b->epoll < 0 ? add_to_epoll(b, b->single & 0x7fffffff, b->single >> 32) : 0;
     return result ? result : add_to_epoll(b, fd, directions);
 }
 
 /* A loop that accepts connections would otherwise park once for each. */
 static int ready_at_once(struct set_builder* b)
 {
-    struct pollfd p = { b->epoll >= 0 ? b->epoll : (int)(b->single & 0xfffff), 0, 0 };
+    struct pollfd p = { b->epoll >= 0 ? b->epoll : (int)(b->single & 0x7fffffff), 0, 0 };
     p.events = b->epoll >= 0 || b->single >> 32 == INPUT ? POLLIN : POLLOUT;
     return poll(&p, 1, 0) != 0;
 }

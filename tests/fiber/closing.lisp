@@ -13,19 +13,6 @@
 
 (def-suite* closing)
 
-(defun closers ()
-  "Ways to close a socket, or the stream STREAM on it."
-  (list (lambda (socket stream) (declare (ignore stream)) (socket-close socket))
-        (lambda (socket stream) (declare (ignore stream)) (socket-close socket :abort t))
-        (lambda (socket stream) (declare (ignore socket)) (close stream))
-        (lambda (socket stream) (declare (ignore socket)) (close stream :abort t))
-        (lambda (socket stream)
-          (declare (ignore stream))
-          (sb-unix:unix-close (socket-file-descriptor socket)))
-        (lambda (socket stream)
-          (declare (ignore stream))
-          (sb-posix:close (socket-file-descriptor socket)))))
-
 ;;; Prevents: a fiber that waits for ever for a descriptor that is no more.
 (test closed-while-a-fiber-waits
   (on-carriers (n)

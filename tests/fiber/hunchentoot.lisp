@@ -388,28 +388,7 @@ connection has ended."
 
 ;;;; Without descriptors
 
-(sb-alien:define-alien-type nil
-    (sb-alien:struct rlimit (soft sb-alien:unsigned-long) (hard sb-alien:unsigned-long)))
-
-(sb-alien:define-alien-routine getrlimit sb-alien:int
-  (resource sb-alien:int) (limit (* (sb-alien:struct rlimit))))
-(sb-alien:define-alien-routine setrlimit sb-alien:int
-  (resource sb-alien:int) (limit (* (sb-alien:struct rlimit))))
-
-(defconstant +rlimit-nofile+ 7)
-
-(defun exchange-descriptor-limit (new)
-  "Make NEW the soft limit of descriptors. Return what was."
-  (sb-alien:with-alien ((limit (sb-alien:struct rlimit)))
-    (assert (zerop (getrlimit +rlimit-nofile+ (sb-alien:addr limit))))
-    (prog1 (sb-alien:slot limit 'soft)
-      (setf (sb-alien:slot limit 'soft) new)
-      (assert (zerop (setrlimit +rlimit-nofile+ (sb-alien:addr limit)))))))
-
-(defun lowest-free-descriptor ()
-  (let ((descriptor (sb-unix:unix-dup 0)))
-    (sb-unix:unix-close descriptor)
-    descriptor))
+(load (merge-pathnames "support/limits.lisp" *load-truename*))
 
 (defun call-without-descriptors (function)
   "Call FUNCTION while no descriptor can be opened."

@@ -15,11 +15,11 @@
 
 (defun wait-for-input (fiber &optional deadline)
   (in-test-fiber (fiber)
-    (steps::wait-for-fd fiber *cell* sb-fiber::+input+ deadline)))
+    (steps::wait-for-fd fiber *cell* sb-fiber::+input+ deadline (steps::note-file *cell*))))
 
 (defun wait-for-output (fiber)
   (in-test-fiber (fiber)
-    (steps::wait-for-fd fiber *cell* sb-fiber::+output+ nil)))
+    (steps::wait-for-fd fiber *cell* sb-fiber::+output+ nil (steps::note-file *cell*))))
 
 (defun results-problem (expected &rest results)
   (problem (notevery (lambda (result) (eq result expected)) results)
@@ -42,7 +42,8 @@
       (("reader" (setf result (wait-for-input reader)))
        ("writer" (setf (epoll-ready *epoll*) sb-fiber::+input+)
                  (steps::add-waiter *cell* writer sb-fiber::+output+
-                                    (sb-fiber::scheduler-poller *scheduler*)))
+                                    (sb-fiber::scheduler-poller *scheduler*)
+                                    (steps::note-file *cell*)))
        ("epoll" (serve-epoll)))
     (results-problem :ready result)))
 
@@ -61,9 +62,9 @@
   (history ((first (make-test-fiber))
             (second (make-test-fiber))
             (first-result nil) (second-result nil))
-      (("first" (setf (epoll-errno *epoll*) 9
+      (("first" (setf (epoll-errno *epoll*) sb-unix:ebadf
                       first-result (wait-for-input first)))
-       ("second" (setf (epoll-errno *epoll*) 9
+       ("second" (setf (epoll-errno *epoll*) sb-unix:ebadf
                        second-result (wait-for-input second))))
     (or (results-problem :closed first-result second-result) (cell-problem))))
 
@@ -96,7 +97,7 @@
 
 (defun wait-in-another-chain (fiber)
   (let ((cell (sb-fiber::make-fd-cell 4)))
-    (steps::add-waiter cell fiber sb-fiber::+input+ (sb-fiber::scheduler-poller *scheduler*))
+    (steps::add-waiter cell fiber sb-fiber::+input+ (sb-fiber::scheduler-poller *scheduler*) 0)
     cell))
 
 (defun other-chain-problem (cell fiber)
@@ -110,7 +111,7 @@
     (setf (sb-fiber::fd-cell-output *cell*) fiber)))
 
 (defun writer-problem (fiber)
-  (problem (not (and (eq (sb-fiber::fiber-wait-result fiber) :closed)
+  (problem (not (and (eq (steps::outcome-of-wait (sb-fiber::fiber-wait-result fiber)) :closed)
                      (eq (stack-state fiber) :runnable)))
            "Who waited for output does not know that the descriptor is closed."))
 
@@ -146,7 +147,7 @@
   (history ((fiber (make-test-fiber))
             (writer (make-waiting-writer))
             (other-cell nil))
-      (("fiber" (setf (epoll-errno *epoll*) 9)
+      (("fiber" (setf (epoll-errno *epoll*) sb-unix:ebadf)
                 (wait-for-input fiber)
                 (setf (epoll-errno *epoll*) 0
                       other-cell (wait-in-another-chain fiber)))
@@ -162,9 +163,9 @@
   (holds *report-and-unpark* :store-buffers t))
 
 (test closing-wakes-all
-  (holds *close*)
-  (holds *close-and-interruption*)
-  (holds *close-and-failure*))
+  (holds *close* :switches 3)
+  (holds *close-and-interruption* :switches 3)
+  (holds *close-and-failure* :switches 3))
 
 (test bug-arming-for-one-direction-only
   (with-changes (("ARM-CELL" "(wanted-directions cell index)"
@@ -172,20 +173,26 @@
     (fails *input-only*)))
 
 (test bug-not-arming-for-the-next-in-the-chain
-  (with-changes (("HANDLE-REPORT" "(= (arm-cell cell poller) 0)" "t"))
+  (with-changes (("HANDLE-REPORT" "(/= wanted 0)" "nil"))
     (fails *two-readers*)))
 
+;;; The older of two wishes replaces the younger in the kernel.
+(test bug-arming-two-at-a-time
+  (with-changes (("WISH-TO-ARM" "(not (logtest old +arming-now+))" "t"))
+    (fails *input-only*)))
+
+(test bug-a-wish-that-is-overlooked
+  (with-changes (("NEXT-ARMING" "(= wishes 0)" "(= (fd-cell-arming cell) (logior +arming-now+ +output+))"))
+    (fails *both-directions*)))
+
 (test bug-arming-before-waiting
-  (with-changes (("ADD-WAITER" "(with-tiny-lock ((fd-cell-lock cell))
-                                  (if (= direction +input+)
-                                      (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell)
-                                                    fiber poller)
-                                      (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell)
-                                                    fiber poller)))"
-                               "(progn
-                                  (with-tiny-lock ((fd-cell-lock cell)) (arm-cell cell poller))
-                                  (append-waiter (fd-cell-input cell) fiber)
-                                  0)")
+  (with-changes (("WAIT-FOR-FD" "(add-waiter cell fiber direction
+                                  (scheduler-poller (nearest-scheduler fiber)) file)"
+                                "(progn
+                                   (wish-to-arm cell direction)
+                                   (arm-cell cell)
+                                   (append-waiter (fd-cell-input cell) fiber)
+                                   t)")
                  ("ARM-CELL" "(wanted-directions cell index)" "+input+"))
     (fails *report-and-unpark*)))
 
@@ -195,5 +202,140 @@
     (fails *report-or-time-out*)))
 
 (test bug-saying-closed-too-early
-  (with-changes (("TAKE-ALL-WAITERS" ":closing" ":closed"))
+  (with-changes (("TAKE-WAITERS" ":closing" ":closed"))
     (fails *close*)))
+
+;;;; A poller that is freed while a fiber of another group waits in it
+
+(defun free-first-poller (heir)
+  (let ((poller (svref steps::*pollers* 0)))
+    (setf (steps::svref steps::*pollers* 0) t)
+    (perform-fence)
+    (perform-when-needed :read poller 'steps::poller-users (constantly nil)
+                         (lambda () (= 0 (sb-fiber::poller-users poller))))
+    (steps::forget-poller-in-cells 0 (constantly heir))
+    (close-epoll poller)))
+
+(defparameter *free-poller*
+  (history ((fiber (make-test-fiber))
+            (heir (sb-fiber::scheduler-poller (make-test-scheduler nil 1)))
+            (result nil))
+      (("fiber" (setf (svref steps::*pollers* 1) heir
+                      result (wait-for-input fiber)))
+       ("freer" (let ((cell *cell*))
+                  (perform :read cell 'steps::fd-cell-input (constantly nil)
+                           (lambda () (sb-fiber::fd-cell-input cell))))
+                (free-first-poller heir))
+       ("epoll" (serve-epoll heir)))
+    (or (results-problem :ready result) (phase-problem fiber) (cell-problem))))
+
+(test a-poller-that-is-freed
+  (holds *free-poller*))
+
+(test bug-arming-in-a-poller-that-is-freed
+  (with-changes (("ARM-IN-POLLER" "(eq poller (svref *pollers* index))" "t"))
+    (fails *free-poller*)))
+
+(test bug-not-arming-in-the-next-poller
+  (with-changes (("REARM-ELSEWHERE" "(wish-to-arm cell direction)" "nil"))
+    (fails *free-poller*)))
+
+;;;; Numbers that are closed and used again
+
+(defun close-and-reuse ()
+  "Close the descriptor, and give its number to another file."
+  (steps::note-close 3)
+  (next-file)
+  (next-file)
+  (steps::note-closed 3))
+
+(defun noted-file ()
+  "What NOTE-FILE returns, and the last file that this may stand for."
+  (let ((file (steps::note-file *cell*)))
+    (values file (current-file))))
+
+;;; Any number of comparisons: none finds the noted file once there is another one.
+(defparameter *compare-and-close*
+  (history ((mistaken nil))
+      (("fiber" (multiple-value-bind (file last) (noted-file)
+                  (loop repeat 2
+                        do (let ((before (current-file)))
+                             (when (and (steps::same-file-p *cell* file) (> before last))
+                               (setf mistaken t))))))
+       ("closer" (close-and-reuse)))
+    (problem mistaken "Another file was taken for the same.")))
+
+(define-condition called-without-comparing (error) ())
+
+(defun call-in-history (fiber)
+  "Call a function on the descriptor, as accept or recv are, that would wait the first time."
+  (in-test-fiber (fiber)
+    (let ((calls 0))
+      (handler-case
+          (steps::call-on-file (lambda ()
+                                 (unless *compared* (error 'called-without-comparing))
+                                 (if (= 1 (incf calls)) -1 1))
+                               *cell* (steps::note-file *cell*) :input t)
+        (descriptor-closed () :closed)
+        (called-without-comparing () :another)))))
+
+(defparameter *call-and-close*
+  (history ((fiber (make-test-fiber))
+            (result nil))
+      (("fiber" (setf result (call-in-history fiber)))
+       ("closer" (close-and-reuse))
+       ("epoll" (serve-epoll)))
+    (or (problem (not (member result '(1 :closed))) "The result is ~S." result)
+        (phase-problem fiber) (cell-problem))))
+
+;;; Neither the old file nor the next is ever ready.
+(defun wait-for-file (fiber file)
+  (in-test-fiber (fiber)
+    (handler-case (steps::park-on-file *cell* file sb-fiber::+input+ nil)
+      (descriptor-closed () :closed))))
+
+(defparameter *wait-and-close*
+  (history ((fiber (make-test-fiber))
+            (result nil))
+      (("fiber" (multiple-value-bind (file last) (noted-file)
+                  (setf result (if (= last 2) :next (wait-for-file fiber file)))))
+       ("closer" (close-and-reuse)))
+    (or (problem (not (member result '(:closed :next))) "The result is ~S." result)
+        (phase-problem fiber) (cell-problem))))
+
+(test numbers-that-are-used-again
+  (holds *compare-and-close*)
+  (holds *call-and-close*)
+  (holds *wait-and-close*))
+
+(test bug-noting-the-generation-only
+  (with-changes (("NOTE-FILE" "(fd-cell-closing cell)" "nil"))
+    (fails *compare-and-close*)))
+
+(test bug-noting-the-generation-last
+  (with-changes (("NOTE-FILE" "(let ((generation (fd-cell-generation cell)))
+                                 (if (fd-cell-closing cell)
+                                     (- -1 (file-identity (fd-cell-fd cell)))
+                                     generation))"
+                              "(if (fd-cell-closing cell)
+                                   (- -1 (file-identity (fd-cell-fd cell)))
+                                   (fd-cell-generation cell))"))
+    (fails *compare-and-close*)))
+
+(test bug-not-comparing-after-a-wait
+  (with-changes (("PARK-ON-FILE" "(ensure-same-file cell file)" "nil")
+                 ("CALL-ON-FILE" "(ensure-same-file cell file)" "(setf sb-fiber-tests::*compared* (= tries 1))"))
+    (fails *call-and-close*)))
+
+(test bug-waiting-for-the-next-file
+  (with-changes (("ADD-WAITER" "(and (>= file 0) (/= file (fd-cell-generation cell)))" "nil"))
+    (fails *wait-and-close*)))
+
+(test bug-waiting-for-the-next-file-when-late
+  (with-changes (("WAIT-FOR-FD" "(or (>= file 0) (same-file-p cell file)
+                                     (not (remove-waiter cell fiber direction)))" "t"))
+    (fails *wait-and-close*)))
+
+(test bug-not-waking-the-late
+  (with-changes (("NOTE-CLOSED" "(wake-late-waiters cell)" "nil"))
+    (fails *wait-and-close*)))

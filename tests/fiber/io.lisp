@@ -66,6 +66,42 @@
                                always (= (read-byte in) (aref data i))))))
           (is (equal '(:written t) (join-all (list writer reader)))))))))
 
+;;; The kernel cannot be told not to wait for those. Prevents: a carrier that waits for a fiber of its own.
+(test named-pipe-whose-reader-is-slow
+  (with-group-of-same-carriers (group 1)
+    (with-named-pipe (path)
+      (let* ((in (sb-posix:open path (logior sb-posix:o-rdonly sb-posix:o-nonblock)))
+             (out (sb-posix:open path sb-posix:o-wronly))
+             (data (octets 1000000)))
+        (sb-posix:fcntl in sb-posix:f-setfl 0)
+        (let* ((input (sb-sys:make-fd-stream in :input t :element-type '(unsigned-byte 8)
+                                                :buffering :full :auto-close t))
+               (output (sb-sys:make-fd-stream out :output t :element-type '(unsigned-byte 8)
+                                                  :buffering :full :auto-close t))
+               (writer (spawn (group) (write-sequence data output) (close output) :written))
+               (reader (spawn (group)
+                         (wait-until-parked writer)
+                         (let ((buffer (make-array 1000000 :element-type '(unsigned-byte 8))))
+                           (loop with n = 0
+                                 while (< n 1000000)
+                                 do (setf n (read-sequence buffer input :start n
+                                                                        :end (min 1000000 (+ n 30000))))
+                                    (fiber-yield))
+                           (equalp buffer data)))))
+          (is (equal '(:written t) (join-all (list writer reader)))))))))
+
+;;; Each open(2) waits for the other.
+(test ends-of-a-named-pipe-opened-by-fibers
+  (on-carriers (n)
+    (with-group (group n)
+      (with-named-pipe (path)
+        (let* ((reader (spawn (group) (with-open-file (stream path) (read-line stream))))
+               (writer (spawn (group)
+                         (with-open-file (stream path :direction :output :if-exists :append)
+                           (write-line "through a named pipe" stream)
+                           :written))))
+          (is (equal '("through a named pipe" :written) (join-all (list reader writer)))))))))
+
 ;;; The only carrier must not wait in the kernel for somebody who does not read, or does not write.
 (test peer-that-does-not-read
   (with-group (group 1)

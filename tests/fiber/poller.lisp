@@ -9,6 +9,8 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "support/limits.lisp" *load-truename*))
+
 (def-suite* poller)
 
 (defconstant input sb-fiber::+input+)
@@ -88,7 +90,8 @@
 
 (defun add (fiber fd direction poller)
   "Let FIBER wait; return 0 or an errno."
-  (sb-fiber::add-waiter (cell fd) fiber direction poller))
+  (sb-fiber::add-waiter (cell fd) fiber direction poller (sb-fiber::note-file (cell fd)))
+  (or (sb-fiber::fiber-wait-result fiber) 0))
 
 (defun remove-from (fiber fd direction)
   (sb-fiber::remove-waiter (cell fd) fiber direction))
@@ -104,9 +107,9 @@
 
 (defun handle (poller event)
   "The fibers that EVENT has taken out of their chains."
-  (multiple-value-bind (reader writer others)
+  (multiple-value-bind (reader writer)
       (sb-fiber::handle-report poller (car event) (cdr event))
-    (remove nil (list* reader writer others))))
+    (remove nil (list reader writer))))
 
 (defun ready (poller)
   "The fibers that are ready now, in the order in which they are reported."
@@ -181,7 +184,7 @@
         (is (equal (list (second fibers)) (ready poller)))
         (is (not (remove-from (second fibers) reader input)))
         (is (eq :ready (result (second fibers))))
-        (sb-fiber::forget-fd reader)))))
+        (sb-fiber::forget-file (cell reader))))))
 
 (defun random-operations (n reader writer poller)
   "Do N operations on the waiters for READER and on a list. Return the number of the first
@@ -216,7 +219,7 @@ that differs, or NIL."
   (with-poller (poller)
     (with-pipe (reader writer)
       (is (null (random-operations 10000 reader writer poller)))
-      (sb-fiber::forget-fd reader))))
+      (sb-fiber::forget-file (cell reader)))))
 
 ;;;; Two directions
 
@@ -316,18 +319,19 @@ these, for FIRST-DIRECTION first."
         (fill-up a)
         (dolist (fiber readers) (add fiber a input poller))
         (dolist (fiber writers) (add fiber a output poller))
-        (is (equal (append readers writers) (sb-fiber::forget-fd a)))
+        (is (equal (append readers writers) (sb-fiber::forget-file (cell a))))
         (is (every (lambda (fiber) (eq :closed (result fiber))) (append readers writers)))
         (is (every (lambda (fiber) (null (sb-fiber::fiber-wait-next fiber)))
                    (append readers writers)))
         (is (null (readers a)))
         (is (null (writers a)))
-        (is (null (sb-fiber::forget-fd a)))))))
+        (is (null (sb-fiber::forget-file (cell a))))))))
 
-(test forgetting-what-nobody-has-heard-of
-  (is (null (sb-fiber::forget-fd 999999)))
-  (is (null (sb-fiber::forget-fd -1)))
-  (is (null (sb-fiber::forget-fd (ash 1 40)))))
+(test closing-what-nobody-has-heard-of
+  (dolist (fd (list 999999 -1 (ash 1 40)))
+    (sb-fiber::note-close fd)
+    (sb-fiber::note-closed fd))
+  (is (null (sb-fiber::find-fd-cell 999999 nil))))
 
 ;;; A report has been got from the kernel, and before it is handled the number is closed and
 ;;; stands for another file. Prevents that it wakes who waits for that.
@@ -340,7 +344,7 @@ these, for FIRST-DIRECTION first."
         (send-byte writer)
         (let ((events (events poller)))
           (is (= 1 (length events)))
-          (sb-fiber::forget-fd reader)
+          (sb-fiber::forget-file (cell reader))
           (receive-byte reader)
           (add new reader input poller)
           (is (null (handle poller (first events))))
@@ -364,7 +368,7 @@ these, for FIRST-DIRECTION first."
           (add writer a output poller)
           (is (null (handle poller event)))
           (is (equal (list writer) (writers a))))
-        (sb-fiber::forget-fd a)))))
+        (sb-fiber::forget-file (cell a))))))
 
 ;;; A duplicate keeps the file, and with it the registration, alive. Prevents reports for a number
 ;;; that is closed.
@@ -437,7 +441,7 @@ these, for FIRST-DIRECTION first."
       (add (make-waiter) reader input poller)
       (dolist (nanoseconds '(0 1 1000000))
         (is (null (events poller nanoseconds))))
-      (sb-fiber::forget-fd reader))))
+      (sb-fiber::forget-file (cell reader)))))
 
 (test a-waker-in-another-thread
   (with-poller (poller)
@@ -488,36 +492,13 @@ these, for FIRST-DIRECTION first."
               (duplicate (sb-unix:unix-dup reader)))
           (is (= 1 (length events)))
           (close-silently reader)
-          (is (equal (list first second) (handle poller (first events))))
-          (is (equal '(:ready :again) (list (result first) (result second))))
+          (is (equal (list first) (handle poller (first events))))
+          (is (equal (list :ready ebadf) (list (result first) (result second))))
           (is (null (readers reader)))
           (duplicate duplicate reader)
           (close-fd duplicate))))))
 
 ;;;; Without descriptors
-
-(sb-alien:define-alien-type nil
-    (sb-alien:struct rlimit (soft sb-alien:unsigned-long) (hard sb-alien:unsigned-long)))
-
-(sb-alien:define-alien-routine getrlimit sb-alien:int
-  (resource sb-alien:int) (limit (* (sb-alien:struct rlimit))))
-(sb-alien:define-alien-routine setrlimit sb-alien:int
-  (resource sb-alien:int) (limit (* (sb-alien:struct rlimit))))
-
-(defconstant +rlimit-nofile+ 7)
-
-(defun exchange-descriptor-limit (new)
-  "Make NEW the soft limit of descriptors. Return what was."
-  (sb-alien:with-alien ((limit (sb-alien:struct rlimit)))
-    (assert (zerop (getrlimit +rlimit-nofile+ (sb-alien:addr limit))))
-    (prog1 (sb-alien:slot limit 'soft)
-      (setf (sb-alien:slot limit 'soft) new)
-      (assert (zerop (setrlimit +rlimit-nofile+ (sb-alien:addr limit)))))))
-
-(defun lowest-free-descriptor ()
-  (let ((descriptor (sb-unix:unix-dup 0)))
-    (sb-unix:unix-close descriptor)
-    descriptor))
 
 ;;; A poller needs two descriptors. Prevents: one that nobody can wake, because it got only one; and
 ;;; numbers and descriptors that are lost by the attempt.

@@ -33,6 +33,15 @@
 (defmacro with-pipe ((input output &rest arguments) &body body)
   `(call-with-pipe (lambda (,input ,output) ,@body) ,@arguments))
 
+(defun call-with-named-pipe (function)
+  (let ((path (format nil "/tmp/fiber-pipe-~D-~D" (sb-posix:getpid) (random 1000000))))
+    (sb-posix:mkfifo path #o600)
+    (unwind-protect (funcall function path)
+      (sb-posix:unlink path))))
+
+(defmacro with-named-pipe ((path) &body body)
+  `(call-with-named-pipe (lambda (,path) ,@body)))
+
 (defparameter *loopback* (coerce '(127 0 0 1) '(vector (unsigned-byte 8) 4)))
 
 (defun listening-socket ()
@@ -63,12 +72,36 @@
   "A and B are the two ends of a connection."
   `(call-with-sockets (lambda (,a ,b) ,@body)))
 
+(defun socket-pair ()
+  "The numbers of the two ends of a local connection."
+  (sb-alien:with-alien ((fds (array sb-alien:int 2)))
+    (assert (= 0 (sb-alien:alien-funcall
+                  (sb-alien:extern-alien "socketpair"
+                                         (function sb-alien:int sb-alien:int sb-alien:int
+                                                   sb-alien:int (* (array sb-alien:int 2))))
+                  sb-bsd-sockets-internal::af-local sb-bsd-sockets-internal::sock-stream 0
+                  (sb-alien:addr fds))))
+    (values (sb-alien:deref fds 0) (sb-alien:deref fds 1))))
+
 (defun stream-of (socket &rest arguments)
   (apply #'socket-make-stream socket :input t :output t :buffering :full arguments))
 
 (defun send-line (stream line)
   (write-line line stream)
   (finish-output stream))
+
+(defun closers ()
+  "Ways to close a socket, or the stream STREAM on it."
+  (list (lambda (socket stream) (declare (ignore stream)) (socket-close socket))
+        (lambda (socket stream) (declare (ignore stream)) (socket-close socket :abort t))
+        (lambda (socket stream) (declare (ignore socket)) (close stream))
+        (lambda (socket stream) (declare (ignore socket)) (close stream :abort t))
+        (lambda (socket stream)
+          (declare (ignore stream))
+          (sb-unix:unix-close (socket-file-descriptor socket)))
+        (lambda (socket stream)
+          (declare (ignore stream))
+          (sb-posix:close (socket-file-descriptor socket)))))
 
 (defun octets (n &optional (seed 0))
   (let ((octets (make-array n :element-type '(unsigned-byte 8))))

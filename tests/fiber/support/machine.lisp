@@ -21,6 +21,8 @@
 (define-from-source (subst '*running* 'steps::*carrier* (find-definition "WITH-OWN-SCHEDULER")))
 (define-from-source (subst 'steps::queue-fiber 'steps::make-runnable
                            (find-definition "MAKE-RUNNABLE")))
+(define-from-source (subst 'steps::compare-file 'steps::same-file-p
+                           (find-definition "SAME-FILE-P")))
 
 (defun problem (condition control &rest arguments)
   "What a check returns: a string if CONDITION is true."
@@ -29,6 +31,7 @@
 ;;;; memory and clock
 
 (defvar *memory*)
+(defvar steps::*pollers*)
 
 ;;; The address of a word is its index, that of a slot a list of accessor and object.
 (defun read-word (address)
@@ -77,6 +80,7 @@
 
 (defun steps::leave (action)
   (let ((fiber steps::*current-thread*))
+    (setf *compared* nil)
     (move-stack fiber :mounted :suspended)
     (assert (eq action :park))
     (steps::finish-parking fiber)
@@ -129,7 +133,7 @@
 (defconstant no-descriptor 1000000)
 
 (defun make-test-scheduler (group index)
-  (let ((poller (sb-fiber::%make-poller index -1)))
+  (let ((poller (sb-fiber::%make-poller index (+ no-descriptor index))))
     (setf (sb-fiber::poller-wakeup poller) (+ no-descriptor index))
     (sb-fiber::%make-scheduler group poller)))
 
@@ -204,28 +208,74 @@
       (problem (/= 0 (sb-fiber::bucket-native *bucket*)) "Native waiters are counted.")
       (problem (/= 0 (sb-fiber::bucket-claims *bucket*)) "Claims are counted.")))
 
-;;;; epoll(7) with one descriptor, which is always ready, for READY
+;;;; one number of a descriptor, and the files that it stands for, one after the other
 
-(defstruct epoll (armed 0) (data 0) (ready (logior sb-fiber::+input+ sb-fiber::+output+)) (errno 0))
+;;; 0 is the first, 1 none, 2 the next.
+(defvar *file*)
+
+(defun current-file ()
+  (perform :read *file* 'number (lambda () (car *file*))))
+
+(defun next-file ()
+  (perform :locked *file* 'number (lambda () (incf (car *file*)))))
+
+(defun steps::file-identity (fd)
+  (declare (ignore fd))
+  (svref #(11 0 12) (current-file)))
+
+;;; Whether a fiber has compared since it was last left. Only one fiber of a history calls.
+(defvar *compared*)
+
+(defun steps::same-file-p (cell file)
+  (setf *compared* (steps::compare-file cell file)))
+
+;;; accept(2) on a socket that does not wait
+(defun steps::would-wait-p (result) (= result -1))
+(defun steps::nonblocking-by-us-p (fd) (declare (ignore fd)) t)
+(defun steps::await-room-elsewhere ())
+
+;;;; epoll(7) with this number, which is always ready, for READY; a file that is closed is not armed any more
+
+(defstruct epoll
+  (armed 0) (data 0) (file 0) (poller -1) (closed nil)
+  (ready (logior sb-fiber::+input+ sb-fiber::+output+)) (errno 0))
 (defvar *epoll*)
 (defvar *cell*)
 
 (defun steps::find-fd-cell (fd createp) (declare (ignore fd createp)) *cell*)
+(defun steps::map-fd-cells (function) (funcall function *cell*))
 (defun steps::forget-in-pollers (fd known-to) (declare (ignore fd known-to)))
 
+(defun epoll-refusal (epoll)
+  (if (= (car *file*) 1) sb-unix:ebadf (epoll-errno epoll)))
+
 (defun steps::%poller-arm (number fd directions data)
-  (declare (ignore number fd))
+  (declare (ignore fd))
   (let ((epoll *epoll*))
     (perform :locked epoll 'armed
              (lambda ()
-               (when (= 0 (epoll-errno epoll))
+               (when (eql number (epoll-closed epoll))
+                 (fail-history "A descriptor is used that the poller has closed."))
+               (when (= 0 (epoll-refusal epoll))
                  (setf (epoll-armed epoll) directions
-                       (epoll-data epoll) data))
-               (epoll-errno epoll)))))
+                       (epoll-data epoll) data
+                       (epoll-poller epoll) number
+                       (epoll-file epoll) (car *file*)))
+               (epoll-refusal epoll)))))
 
-(defun next-report (epoll)
-  "The data and the directions of a report, after which nothing is armed."
-  (flet ((ready () (logand (epoll-armed epoll) (epoll-ready epoll))))
+(defun close-epoll (poller)
+  (let ((epoll *epoll*))
+    (perform :locked epoll 'armed
+             (lambda () (setf (epoll-closed epoll) (sb-fiber::poller-epoll poller))))))
+
+(defun next-report (epoll poller)
+  "The data and the directions of a report to POLLER, after which nothing is armed."
+  (flet ((ready ()
+           (if (and (= (epoll-file epoll) (car *file*))
+                    (= (epoll-poller epoll) (sb-fiber::poller-epoll poller))
+                    (not (eql (epoll-poller epoll) (epoll-closed epoll))))
+               (logand (epoll-armed epoll) (epoll-ready epoll))
+               0)))
     (apply #'values
            (perform-when-needed :locked epoll 'armed
                                 (lambda ()
@@ -233,22 +283,21 @@
                                     (setf (epoll-armed epoll) 0)))
                                 (lambda () (/= 0 (ready)))))))
 
-(defun serve-epoll ()
-  (let ((poller (sb-fiber::scheduler-poller *scheduler*)))
-    (loop
-      (multiple-value-bind (data directions) (next-report *epoll*)
-        (multiple-value-bind (reader writer) (steps::handle-report poller data directions)
-          (when reader (steps::unpark reader))
-          (when writer (steps::unpark writer)))))))
+(defun serve-epoll (&optional (poller (sb-fiber::scheduler-poller *scheduler*)))
+  (loop
+    (multiple-value-bind (data directions) (next-report *epoll* poller)
+      (multiple-value-bind (reader writer) (steps::handle-report poller data directions)
+        (when reader (steps::unpark reader))
+        (when writer (steps::unpark writer))))))
 
 (defun cell-problem ()
-  (problem (or (sb-fiber::fd-cell-input *cell*) (sb-fiber::fd-cell-output *cell*))
-           "A waiter has been left in the cell."))
+  (or (problem (or (sb-fiber::fd-cell-input *cell*) (sb-fiber::fd-cell-output *cell*))
+               "A waiter has been left in the cell.")
+      (problem (/= 0 (sb-fiber::fd-cell-arming *cell*)) "The arming has not ended.")))
 
 ;;;; carriers
 
 (defvar *eventfds*)
-(defvar steps::*pollers*)
 (defvar steps::*force-migration* nil)
 
 (defun steps::%poller-wake (wakeup)
@@ -367,6 +416,9 @@
         *bucket* (sb-fiber::make-bucket)
         *epoll* (make-epoll)
         *cell* (sb-fiber::make-fd-cell 3)
+        *file* (list 0)
+        *compared* nil
+        steps::*pollers* (vector (sb-fiber::scheduler-poller *scheduler*) nil)
         *eventfds* (vector 0 0 0)
         *start* (make-start)))
 

@@ -1,0 +1,290 @@
+;;;; Descriptors that are closed while a fiber uses them, and whose number another file has when it goes on
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(dolist (file '("descriptors" "limits"))
+  (load (merge-pathnames (format nil "support/~A.lisp" file) *load-truename*)))
+
+(def-suite* reuse)
+
+;;;; Two fibers of one carrier: one uses a socket, the other closes it in the meantime
+
+(defun use-up-turn ()
+  (setf (sb-fiber::carrier-budget sb-fiber::*carrier*) (* -4 sb-fiber::+turn+)))
+
+(defun call-before-other (use other)
+  "Call USE in a fiber that has to let OTHER, in a second fiber, go first before its first system call. Return
+what they return; for USE, the condition that it signals."
+  (with-group (group 1)
+    (let* ((second nil)
+           (first (spawn (group)
+                    (setf second (spawn (group) (funcall other)))
+                    (use-up-turn)
+                    (handler-case (funcall use) (error (condition) condition)))))
+      (values (join first) (join second)))))
+
+(defun call-after-waking (use wake other)
+  "Call USE in a fiber, WAKE in another when the first has parked, and OTHER when the first can run and does not
+yet. Return what USE and OTHER return, as above."
+  (with-group (group 1)
+    (let* ((first (spawn (group) (handler-case (funcall use) (error (condition) condition))))
+           (second (spawn (group)
+                     (wait-until-parked first)
+                     (funcall wake)
+                     (loop until (eq :runnable (fiber-state first)) do (fiber-yield))
+                     (funcall other))))
+      (values (join first) (join second)))))
+
+(defun stranger (fd)
+  "A connection with FD for one end; return the other one, from which there is something to read."
+  (multiple-value-bind (new peer) (socket-pair)
+    (assert (= fd new))
+    (write-octets peer (secret))
+    peer))
+
+(defun secret () (map '(vector (unsigned-byte 8)) #'char-code "SECRET"))
+
+(defun write-octets (fd octets)
+  (let ((octets (coerce octets '(simple-array (unsigned-byte 8) (*)))))
+    (assert (eql (length octets) (sb-unix:unix-write fd octets 0 (length octets))))))
+
+(defun readable-octets (fd)
+  "What can be read from the socket FD now."
+  (let ((buffer (make-array 10000 :element-type '(unsigned-byte 8))))
+    (sb-sys:with-pinned-objects (buffer)
+      (let ((n (sb-fiber::%receive-now fd (sb-sys:vector-sap buffer) (length buffer))))
+        (subseq buffer 0 (max 0 n))))))
+
+(defun stranger-problem (condition fd peer)
+  "What happened to the connection of FD and PEER, if anything did, or to who used FD before."
+  (unwind-protect
+       (cond ((not (typep condition 'error)) (format nil "~S was returned" condition))
+             ((not (typep condition '(or descriptor-closed stream-error sb-sys:deadline-timeout)))
+              (format nil "~S: ~A" condition condition))
+             ((not (equalp (readable-octets fd) (secret))) "what came was read by another")
+             ((plusp (length (readable-octets peer))) "something was written by another"))
+    (mapc #'sb-unix:unix-close (list fd peer))))
+
+(defun close-and-reuse (closer socket stream)
+  "Close SOCKET, and return its number and the other end of a new connection with that number."
+  (let ((fd (socket-file-descriptor socket)))
+    (funcall closer socket stream)
+    (list fd (stranger fd))))
+
+(defparameter *uses*
+  (list :read-byte (lambda (socket stream) (declare (ignore socket)) (read-byte stream))
+        :read-sequence (lambda (socket stream)
+                         (declare (ignore socket))
+                         (read-sequence (make-array 10 :element-type '(unsigned-byte 8)) stream))
+        :receive (lambda (socket stream) (declare (ignore stream)) (socket-receive socket nil 10))
+        :receive-all (lambda (socket stream)
+                       (declare (ignore stream))
+                       (socket-receive socket nil 10 :waitall t))
+        :usable (lambda (socket stream)
+                  (declare (ignore stream))
+                  (sb-sys:wait-until-fd-usable (socket-file-descriptor socket) :input nil nil)))
+  "Names and functions that read from a socket or its stream.")
+
+(defparameter *other-uses*
+  (list :listen (lambda (socket stream) (declare (ignore socket)) (listen stream))
+        :peek (lambda (socket stream)
+                (declare (ignore stream))
+                (socket-receive socket nil 10 :peek t))
+        :write (lambda (socket stream)
+                 (declare (ignore socket))
+                 (write-byte 1 stream)
+                 (finish-output stream))
+        :write-sequence (lambda (socket stream)
+                          (declare (ignore socket))
+                          (write-sequence (octets 100000) stream))
+        :send (lambda (socket stream) (declare (ignore stream)) (socket-send socket (octets 10) 10))
+        :send-nothing-else (lambda (socket stream)
+                             (declare (ignore stream))
+                             (socket-send socket (octets 10) 10 :dontwait t)))
+  "Others, which do not park for input.")
+
+(defun binary-stream-of (socket)
+  (stream-of socket :element-type '(unsigned-byte 8)))
+
+(defmacro with-binary-sockets ((a b stream) &body body)
+  `(with-sockets (,a ,b)
+     (let ((,stream (binary-stream-of ,a))) ,@body)))
+
+;;; Prevents: bytes of one connection that are read or written by the user of another.
+(test closed-while-a-fiber-waits-for-its-turn
+  (loop for (name use) on (append *uses* *other-uses*) by #'cddr
+        unless (eq name :usable)        ; makes no call first
+          do (loop for closer in (closers)
+                   for i from 0
+                   do (with-binary-sockets (a b stream)
+                        (multiple-value-bind (result new)
+                            (call-before-other (lambda () (funcall use a stream))
+                                               (lambda () (close-and-reuse closer a stream)))
+                          (let ((problem (apply #'stranger-problem result new)))
+                            (is (null problem) "~S, closer ~D: ~A" name i problem)))))))
+
+(test closed-when-a-fiber-is-about-to-read
+  (loop for (name use) on *uses* by #'cddr
+        do (loop for closer in (closers)
+                 for i from 0
+                 do (with-binary-sockets (a b stream)
+                      (multiple-value-bind (result new)
+                          (call-after-waking (lambda () (funcall use a stream))
+                                             (lambda () (socket-send b (octets 1) 1))
+                                             (lambda () (close-and-reuse closer a stream)))
+                        (let ((problem (apply #'stranger-problem result new)))
+                          (is (null problem) "~S, closer ~D: ~A" name i problem)))))))
+
+(defun drain-until (predicate socket)
+  (loop until (funcall predicate)
+        do (readable-octets (socket-file-descriptor socket))
+           (fiber-yield)))
+
+(test closed-when-a-fiber-is-about-to-write
+  (dolist (use (list (lambda (socket stream)
+                       (declare (ignore socket))
+                       (write-sequence (octets 20000000) stream)
+                       (finish-output stream))
+                     (lambda (socket stream)
+                       (declare (ignore stream))
+                       (socket-send socket (octets 20000000) 20000000))))
+    (loop for closer in (closers)
+          for i from 0
+          do (with-binary-sockets (a b stream)
+               (multiple-value-bind (result new)
+                   (with-group (group 1)
+                     (let* ((first (spawn (group)
+                                     (handler-case (funcall use a stream)
+                                       (error (condition) condition))))
+                            (second (spawn (group)
+                                      (wait-until-parked first)
+                                      (drain-until (lambda () (eq :runnable (fiber-state first))) b)
+                                      (close-and-reuse closer a stream))))
+                       (values (join first) (join second))))
+                 (let ((problem (apply #'stranger-problem result new)))
+                   (is (null problem) "closer ~D: ~A" i problem)))))))
+
+;;;; Sockets that listen
+
+(defun listen-instead (listener)
+  "Close LISTENER, and return another one of the same number, and a socket that is connected to it."
+  (let ((fd (socket-file-descriptor listener)))
+    (socket-close listener)
+    (let ((new (listening-socket)))
+      (assert (= fd (socket-file-descriptor new)))
+      (list new (connected-socket (port-of new))))))
+
+(defun listener-problem (condition listener client)
+  (unwind-protect
+       (cond ((not (typep condition 'error)) (format nil "~S was returned" condition))
+             ((non-blocking-mode listener) "the listener does not wait any more")
+             ((sb-fiber::nonblocking-p (socket-file-descriptor listener)) "O_NONBLOCK is set")
+             ((not (sb-unix:unix-simple-poll (socket-file-descriptor listener) :input 0))
+              "the connection was accepted by another"))
+    (mapc #'socket-close (list listener client))))
+
+;;; The fiber that calls this does not park for it.
+(defun connect-from-thread (port)
+  (let ((thread (make-thread #'connected-socket :arguments (list port))))
+    (loop while (sb-thread:thread-alive-p thread))
+    (join-thread thread)))
+
+(test listener-closed-while-a-fiber-waits-for-its-turn
+  (let ((listener (listening-socket)))
+    (multiple-value-bind (result new)
+        (call-before-other (lambda () (socket-accept listener))
+                           (lambda () (listen-instead listener)))
+      (is (null (apply #'listener-problem result new))))))
+
+(test listener-closed-when-a-fiber-is-about-to-accept
+  (let* ((listener (listening-socket)) (client nil))
+    (multiple-value-bind (result new)
+        (call-after-waking (lambda () (socket-accept listener))
+                           (lambda () (setf client (connect-from-thread (port-of listener))))
+                           (lambda () (listen-instead listener)))
+      (is (null (apply #'listener-problem result new))))
+    (socket-close client)))
+
+;;;; While the number is being closed
+
+(defun close-for-real (fd)
+  (sb-alien:alien-funcall (sb-alien:extern-alien "close" (function sb-alien:int sb-alien:int)) fd))
+
+;;; The generation is the next file's already. Prevents: a fiber that comes late and waits for that.
+(test file-noted-while-it-is-being-closed
+  (multiple-value-bind (fd peer) (socket-pair)
+    (let ((cell (sb-fiber::find-fd-cell fd t)))
+      (sb-fiber::note-close fd)
+      (let ((file (sb-fiber::note-file cell)))
+        (is (sb-fiber::same-file-p cell file))
+        (close-for-real fd)
+        (is (not (sb-fiber::same-file-p cell file)))
+        (let ((peer (stranger fd)))
+          (is (not (sb-fiber::same-file-p cell file)))
+          ;; One who has got the new file before the closer says that it is done.
+          (let ((new (sb-fiber::note-file cell)))
+            (sb-fiber::note-closed fd)
+            (is (sb-fiber::same-file-p cell new))
+            (is (not (sb-fiber::same-file-p cell file)))
+            (sb-unix:unix-close fd)
+            (is (not (sb-fiber::same-file-p cell new))))
+          (sb-unix:unix-close peer))))
+    (sb-unix:unix-close peer)))
+
+;;; It has found the old file not ready, before it was closed.
+(test parked-while-it-is-being-closed
+  (on-carriers (n)
+    (with-group (group n)
+      (multiple-value-bind (fd peer) (socket-pair)
+        (sb-fiber::note-close fd)
+        (let ((fiber (wait-until-parked
+                      (spawn (group)
+                        (handler-case (sb-sys:wait-until-fd-usable fd :input nil nil)
+                          (error (condition) condition))))))
+          (close-for-real fd)
+          (let ((new-peer (stranger fd)))
+            (sb-fiber::note-closed fd)
+            (is (null (stranger-problem (join fiber) fd new-peer)))))
+        (sb-unix:unix-close peer)))))
+
+;;;; Numbers beyond a million
+
+(test large-numbers-have-cells-of-their-own
+  (let ((fds (list 5 (+ 5 (ash 1 20)) (+ 5 (ash 1 28)) (1- (ash 1 31)))))
+    (let ((cells (mapcar (lambda (fd) (sb-fiber::find-fd-cell fd t)) fds)))
+      (is (= 4 (length (remove-duplicates cells))))
+      (is (equal fds (mapcar #'sb-fiber::fd-cell-fd cells)))
+      (is (equal cells (mapcar (lambda (fd) (sb-fiber::find-fd-cell fd nil)) fds))))))
+
+(defun call-with-file-limit (limit function)
+  "Call FUNCTION while the process may have LIMIT descriptors. Return false if that is not to be had."
+  (let ((old (handler-case (exchange-descriptor-limit limit t) (error () nil))))
+    (when old
+      (unwind-protect (progn (funcall function) t)
+        (exchange-descriptor-limit old)))))
+
+;;; fs.nr_open is 2^20 as a rule.
+(test waiting-for-a-large-number
+  (let ((number (+ 7 (ash 1 20))))
+    (unless (call-with-file-limit
+             (1+ number)
+             (lambda ()
+               (multiple-value-bind (reader writer) (sb-unix:unix-pipe)
+                 (assert (eql number (sb-posix:dup2 reader number)))
+                 (in-fiber ()
+                   (let ((fiber (wait-until-parked
+                                 (submit-fiber (sb-fiber::fiber-group (current-fiber))
+                                               (make-fiber (lambda ()
+                                                             (sb-sys:wait-until-fd-usable
+                                                              number :input nil nil)))))))
+                     (write-octets writer (secret))
+                     (is (eq t (join fiber)))))
+                 (mapc #'sb-unix:unix-close (list number reader writer)))))
+      (skip "The process may not have so many descriptors."))))
