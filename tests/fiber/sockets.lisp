@@ -79,10 +79,11 @@
            (looked nil)
            (thread (make-thread
                     (lambda ()
-                      (sb-fiber::with-parking (fd :input :when (sb-fiber::prepare-to-accept fd))
+                      (sb-fiber::with-accepting (fd)
                         (unless looked
                           (setf looked t)
-                          (join (spawn (group) (sb-fiber::prepare-to-accept fd))))
+                          (join (spawn (group)
+                                  (sb-fiber::prepare-to-accept (sb-fiber::find-fd-cell fd t)))))
                         (sb-alien:alien-funcall
                          (sb-alien:extern-alien "accept" (function sb-alien:int sb-alien:int
                                                                    sb-alien:unsigned sb-alien:unsigned))
@@ -338,47 +339,52 @@
             (socket-close listener)
             (delete-file name)))))))
 
-;;; The kernel says that the sender's socket is writable, since it is not connected. Prevents: a sender that tries
-;;; again and again as fast as it can.
+;;; The kernel says that the sender's socket is writable, since it is not connected.
+(defun call-with-sender (function)
+  "Call FUNCTION with two local sockets for datagrams, and the name of the first."
+  (let ((receiver (make-instance 'local-socket :type :datagram))
+        (sender (make-instance 'local-socket :type :datagram))
+        (name (format nil "/tmp/fiber-sockets-~D" (sb-posix:getpid))))
+    (unwind-protect
+         (progn (socket-bind receiver name)
+                (funcall function receiver sender name))
+      (socket-close receiver)
+      (socket-close sender)
+      (delete-file name))))
+
+;;; Prevents: a sender that tries again and again as fast as it can.
 (test a-receiver-whose-queue-is-full
   (on-carriers (n)
     (with-group (group n)
-      (let ((receiver (make-instance 'local-socket :type :datagram))
-            (sender (make-instance 'local-socket :type :datagram))
-            (name (format nil "/tmp/fiber-sockets-~D" (sb-posix:getpid)))
-            (sent 0))
-        (unwind-protect
-             (progn
-               (socket-bind receiver name)
-               (let ((fiber (spawn (group)
-                              (loop repeat 1000 do (socket-send sender "x" 1 :address (list name))
-                                                   (incf sent)))))
-                 (wait-until-parked fiber)
-                 (let ((sent sent)
-                       (before (getf (fiber-group-statistics group) :switches)))
-                   (sleep 1/5)
-                   (is (< (- (getf (fiber-group-statistics group) :switches) before) 1000))
-                   (is (< sent 1000)))
-                 (loop repeat 1000 do (socket-receive receiver nil 1))
-                 (join fiber)
-                 (is (= 1000 sent))))
-          (socket-close receiver)
-          (socket-close sender)
-          (delete-file name))))))
+      (call-with-sender
+       (lambda (receiver sender name)
+         (let* ((sent 0)
+                (fiber (spawn (group)
+                         (loop repeat 1000 do (socket-send sender "x" 1 :address (list name))
+                                              (incf sent)))))
+           (wait-until-parked fiber)
+           (let ((sent sent)
+                 (before (getf (fiber-group-statistics group) :switches)))
+             (sleep 1/5)
+             (is (< (- (getf (fiber-group-statistics group) :switches) before) 1000))
+             (is (< sent 1000)))
+           (loop repeat 1000 do (socket-receive receiver nil 1))
+           (join fiber)
+           (is (= 1000 sent))))))))
 
 ;;; Prevents: a datagram that is sent from another file that has got the number.
 (test closed-while-a-queue-is-full
   (on-carriers (n)
     (with-group (group n)
-      (multiple-value-bind (fd other) (sb-unix:unix-pipe)
-        (let ((fiber (spawn (group)
-                       (handler-case (loop (sb-fiber::await-room-elsewhere fd))
-                         (descriptor-closed () :closed)))))
-          (wait-until-parked fiber)
-          (is-true (wait-until (progn (sb-fiber::note-close fd)
-                                      (not (fiber-alive-p fiber)))))
-          (is (eq :closed (join fiber))))
-        (mapc #'sb-unix:unix-close (list fd other))))))
+      (call-with-sender
+       (lambda (receiver sender name)
+         (declare (ignore receiver))
+         (let ((fiber (spawn (group)
+                        (handler-case (loop (socket-send sender "x" 1 :address (list name)))
+                          (descriptor-closed () :closed)))))
+           (wait-until (eq :sleep (nth-value 1 (fiber-state fiber)))) ; the kernel would not wake it
+           (socket-close sender)
+           (is (eq :closed (join fiber)))))))))
 
 ;;;; usocket
 
