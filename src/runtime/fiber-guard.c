@@ -367,45 +367,115 @@ static void restart_breakpoint(os_context_t* context)
         set_os_context_pc(context, (uword_t)(pc - 1));
 }
 
+/* Is the return guard so near above the stack pointer that a signal meets it? */
+static bool near_return_guard(struct fiber_context* fc, char* sp)
+{
+    char* guard = (char*)fc->return_guard;
+    return guard && sp >= guard && sp < guard + RETURN_GUARD_SIZE + SIGNAL_ROOM;
+}
+
+/* How many steps of the control stack's reserve must be open to have room for a signal; 0 if there is
+ * room, or can be none. SP may be in the reserve already, if nothing of the newest frame has been touched. */
+static int steps_for_signal(struct fiber_context* fc, char* sp)
+{
+    int needed = (control_base(fc) - sp + SIGNAL_ROOM + STEP_SIZE - 1) / STEP_SIZE;
+    int open = guards_of(fc)->open[CONTROL];
+    char* start = (char*)fc->control_stack_start;
+    return within(sp, start, (char*)fc - start) && needed > open && open < n_steps(CONTROL) ? needed : 0;
+}
+
 /* Make room for a signal. The return guard comes first: it is nearer. If it is the end of the
  * stack then it has overflowed, as far as signals are concerned. */
 static bool make_signal_room(struct thread* th, struct fiber_context* fc, os_context_t* context)
 {
-    char *sp = context_sp(context), *guard = (char*)fc->return_guard;
-    if (guard && sp >= guard && sp < guard + RETURN_GUARD_SIZE + SIGNAL_ROOM) {
+    char* sp = context_sp(context);
+    if (near_return_guard(fc, sp)) {
         restart_breakpoint(context);
         settle_reserves(th, fc, sp);
         return 1;
     }
-    // SP may be in the reserve already, if nothing of the newest frame has been touched.
-    int needed = (control_base(fc) - sp + SIGNAL_ROOM + STEP_SIZE - 1) / STEP_SIZE;
-    int open = guards_of(fc)->open[CONTROL];
-    if (!within(sp, (char*)fc->control_stack_start, (char*)fc - (char*)fc->control_stack_start)
-        || needed <= open || open == n_steps(CONTROL)) return 0;
+    int needed = steps_for_signal(fc, sp);
+    if (!needed) return 0;
     restart_breakpoint(context);
     if (in_critical_section(th, context)) {
         open_silently(fc, CONTROL, needed, sp);
         postpone(th, context);
-    } else tell(th, fc, context, CONTROL, open);
+    } else tell(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
     return 1;
 }
 
 extern lispobj lisp_sig_handlers[];
+static const int resent[] = { SIGURG, SIGALRM, SIGCHLD };
+enum { N_RESENT = sizeof resent / sizeof resent[0] };
 
 /* A signal came when the stack had no room for its frame above a guard. The kernel has dropped
  * it and sends SIGSEGV instead; were it the signal that stops for the collector, the world
  * would wait for ever. Make room and send again what may have been lost: the others are
- * harmless when they come for nothing. */
+ * harmless when they come for nothing. What is not, is not lost: see fiber_route_signal(). */
 bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
 {
     struct thread* th = get_sb_vm_thread();
     struct fiber_context* fc = th ? fiber_in_use(th, context) : 0;
     if (!fc || info->si_code != SI_KERNEL || !make_signal_room(th, fc, context)) return 0;
     if (th->stop_signal_sent) pthread_kill(pthread_self(), SIG_STOP_FOR_GC);
-    static const int lost[] = { SIGURG, SIGALRM, SIGCHLD };
-    for (int i = 0; i < 3; ++i) // what a signal without a handler does may be the end of the process
-        if (lisp_sig_handlers[lost[i]]) pthread_kill(pthread_self(), lost[i]);
+    for (int i = 0; i < N_RESENT; ++i) // what one without a handler does may be the end of the process
+        if (lisp_sig_handlers[resent[i]]) pthread_kill(pthread_self(), resent[i]);
     return 1;
+}
+
+/*
+ * SIGTERM, SIGINT and others must neither be lost nor come for nothing. They come on the alternate
+ * stack, which has room. But Lisp cannot run there. So the handler only notes them, and sends
+ * SIGURG to its thread, the handler of which calls theirs on the stack that was interrupted. What
+ * runs there must not be unwound because the stack ends, so it gets room first.
+ */
+typedef void signal_handler(int, siginfo_t*, void*);
+static signal_handler* handle_deferrable; // SBCL's, the same for all of them
+static __thread uint32_t noted;           // a bit for each
+static __thread siginfo_t noted_info[32];
+
+static void make_handler_room(os_context_t* context)
+{
+    struct thread* th = get_sb_vm_thread();
+    struct fiber_context* fc = th ? fiber_in_use(th, context) : 0;
+    if (!fc) return;
+    char* sp = context_sp(context);
+    int needed = steps_for_signal(fc, sp);
+    if (near_return_guard(fc, sp)) settle_reserves(th, fc, sp);
+    else if (needed) open_steps(fc, CONTROL, needed); // until it parks
+}
+
+static void note_signal(int signal, siginfo_t* info, void* context)
+{
+    make_handler_room(context);
+    noted |= 1u << signal;
+    noted_info[signal] = *info;
+    pthread_kill(pthread_self(), SIGURG);
+}
+
+/* One at a time: if it is deferred, the next may come only when that is over. Signals are blocked. */
+static void handle_noted(int signal, siginfo_t* info, void* context)
+{
+    if (!noted) {
+        handle_deferrable(signal, info, context);
+        return;
+    }
+    int first = __builtin_ctz(noted);
+    noted &= ~(1u << first);
+    siginfo_t its_info = noted_info[first]; // the handler may park, and go on in another thread
+    pthread_kill(pthread_self(), SIGURG);   // for the next, and for who has sent this one
+    handle_deferrable(first, &its_info, context);
+}
+
+/* SIGNAL has a handler of Lisp: change ACTION such that it is not lost for lack of room. */
+void fiber_route_signal(int signal, struct sigaction* action)
+{
+    if (!sigismember(&deferrable_sigset, signal) || signal >= 32) return;
+    handle_deferrable = action->sa_sigaction;
+    if (signal == SIGURG) action->sa_sigaction = handle_noted;
+    for (int i = 0; i < N_RESENT; ++i) if (signal == resent[i]) return;
+    action->sa_sigaction = note_signal;
+    action->sa_flags |= SA_ONSTACK;
 }
 
 /* Called instead of handle_guard_page_triggered(), which computes its

@@ -414,3 +414,58 @@
             (is (null (sb-fiber::fd-cell-input (sb-fiber::find-fd-cell reader t))))))
         (sb-unix:unix-close reader)
         (sb-unix:unix-close writer)))))
+
+;;;; Signals at the very end of the stack
+
+(defun call-with-handler (signal default function)
+  "Call FUNCTION with a function that tells how often SIGNAL has been handled; DEFAULT handles it afterwards."
+  (let ((handled (make-flag)))
+    (sb-sys:enable-interrupt signal (lambda (&rest ignore)
+                                      (declare (ignore ignore))
+                                      (count-one handled)))
+    (unwind-protect (funcall function (lambda () (flag-count handled)))
+      (sb-sys:enable-interrupt signal default))))
+
+(defun lost-at (raise count-handled)
+  "Call RAISE, which sends a signal to this thread, at the end of the stack, at each distance. Return how often,
+or where the signal was lost."
+  (let ((n 0))
+    (loop for distance from 14000 downto 0 by 61
+          do (let ((before (funcall count-handled)) (raised nil))
+               (handler-case (call-at-distance distance (lambda ()
+                                                          (setf raised t)
+                                                          (funcall raise)))
+                 (storage-condition ()))
+               (when raised
+                 (incf n)
+                 (unless (sb-ext:wait-for (> (funcall count-handled) before) :timeout 5)
+                   (return (list :lost-at distance)))))
+          finally (return n))))
+
+;;; The kernel drops a signal for whose frame there is no room. Prevents: a server that does not end by SIGTERM.
+(test signals-at-the-end-of-the-stack
+  (loop for (signal default) in `((,sb-unix:sigterm ,#'sb-unix::sigterm-handler)
+                                  (,sb-unix:sigint ,#'sb-unix::sigint-handler)
+                                  (,sb-unix:sighup :default))
+        do (on-carriers (n :counts '(1 2) :migration '(nil))
+             (let ((result (call-with-handler
+                            signal default
+                            (lambda (count)
+                              (in-fiber (n) (lost-at (lambda () (sb-unix:raise signal)) count))))))
+               (is (typep result '(integer 100)) "Signal ~D: ~S" signal result)))))
+
+(defun enable-profiler ()
+  "Let SIGPROF be counted as by SB-SPROF."
+  (sb-alien:alien-funcall
+   (sb-alien:extern-alien "install_handler" (function sb-alien:void sb-alien:int sb-alien:long))
+   sb-unix:sigprof -1)
+  (setf (sb-alien:extern-alien "sb_sprof_trace_ct_max" sb-alien:int) 100000))
+
+(test samples-at-the-end-of-the-stack
+  (enable-profiler)
+  (is (typep (in-fiber ()
+               (lost-at (lambda ()
+                          (setf sb-thread::*sprof-enable* 1) ; of this thread
+                          (sb-unix:raise sb-unix:sigprof))
+                        (lambda () (sb-alien:extern-alien "sb_sprof_trace_ct" sb-alien:int))))
+             '(integer 100))))
