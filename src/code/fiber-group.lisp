@@ -47,6 +47,11 @@
 (define-alien-routine ("fiber_carrier_begin" %carrier-begin) void (context unsigned))
 (define-alien-routine ("fiber_carrier_end" %carrier-end) void)
 
+(defun free-spare-stacks ()
+  (with-stacks-lock
+    (alien-funcall (extern-alien "fiber_carrier_free_spares" (function void)))
+    nil))
+
 (defun begin-carrier (carrier)
   (%carrier-begin (carrier-context carrier))
   (setf (carrier-thread carrier) *current-thread*
@@ -54,6 +59,7 @@
 
 (defun end-carrier ()
   (setf *carrier* nil)
+  (free-spare-stacks)
   (%carrier-end))
 
 (defun run-carrier (carrier)

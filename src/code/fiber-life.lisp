@@ -312,14 +312,15 @@ GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is
     (setf (fiber-phase fiber) +new+)
     (misuse fiber "~@<~S cannot run in ~S, which is finished or about to be; START-FIBERS starts ~
                    another group.~:@>" fiber group))
-  (let ((done nil))
+  (let ((done nil) (limit 0))
     (unwind-protect (setf done (allocate-stack fiber))
       (unless done
-        (setf (fiber-phase fiber) +new+)
+        (setf limit (alien-funcall (extern-alien "fiber_mappings_exhausted" (function unsigned)))
+              (fiber-phase fiber) +new+)
         (leave-group group)))
     (unless done
       (with-interrupts
-        (error 'fiber-stack-unavailable :size (fiber-stack-size fiber)))))
+        (error 'fiber-stack-unavailable :size (fiber-stack-size fiber) :mapping-limit limit))))
   (setf (fiber-group fiber) group
         (fiber-phase fiber) +active+))
 

@@ -19,6 +19,9 @@
 ;;;    the table at the index of its stack;
 ;;;  - its stack is FREE to the collector until PREPARE-STACK has written what a
 ;;;    suspended stack consists of, and again when somebody else runs on the carrier.
+;;;
+;;; The lists of free stacks are C's, the lock on them is a tiny one, taken here: one that the collector could
+;;; stop with it would let it wait for ever for who wants a stack within WITHOUT-GCING.
 
 (declaim (type (unsigned-byte 62) *default-stack-size*))
 (define-load-time-global *default-stack-size* (* 256 1024)
@@ -101,20 +104,62 @@ LIST-ALL-THREADS, some may have ended before the list is returned."
         fiber
         :thread-dead)))
 
+;;; Before Linux 6.13 the guards of stacks have mappings of memory.
 (define-condition fiber-stack-unavailable (storage-condition)
-  ((size :initarg :size :reader fiber-stack-unavailable-size))
+  ((size :initarg :size :reader fiber-stack-unavailable-size)
+   (mapping-limit :initarg :mapping-limit :initform 0 :reader fiber-stack-unavailable-mapping-limit))
   (:report (lambda (condition stream)
-             (format stream "~@<There is no room for another fiber's stack of ~D bytes. Use fewer ~
-                             fibers, or more memory; on a kernel before Linux 6.13 a larger ~
-                             vm.max_map_count helps as well.~@:>"
-                     (fiber-stack-unavailable-size condition))))
+             (let ((limit (fiber-stack-unavailable-mapping-limit condition)))
+               (format stream "~@<There is no room for another fiber's stack of ~D bytes. ~:[The ~
+                               guards of stacks have nearly all of the ~D mappings of memory that the ~
+                               kernel allows this process. Use fewer fibers, or let the administrator ~
+                               raise the setting: sysctl -w vm.max_map_count=~D. Linux 6.13 and later ~
+                               need no mappings for guards.~;Use fewer fibers, or more memory.~]~@:>"
+                       (fiber-stack-unavailable-size condition)
+                       (= limit 0) limit (* 16 limit)))))
   (:documentation "Signalled when a fiber is submitted and no stack can be had for it."))
 
-(defun %allocate-stack (size)
-  (alien-funcall (extern-alien "fiber_stack_allocate" (function unsigned unsigned)) size))
+(define-load-time-global *stacks-lock* 0)
+(declaim (type (integer 0 1) *stacks-lock*))
 
+(defmacro with-stacks-lock (&body body)
+  `(with-tiny-lock (*stacks-lock*) ,@body))
+
+(defun put-stack-back (index)
+  (declare (type (unsigned-byte 24) index))
+  (with-stacks-lock
+    (alien-funcall (extern-alien "fiber_stack_put_back" (function void int)) index)
+    nil))
+
+(defun reserve-stack (size)
+  "The index of a stack of SIZE bytes that nobody else can have, or NIL."
+  (declare (type word size))
+  (let ((index (with-stacks-lock
+                 (alien-funcall (extern-alien "fiber_stack_reserve" (function int unsigned)) size))))
+    (and (>= index 0) index)))
+
+;;; To raise guards takes a few system calls, and a page fault: that is done without the lock.
+(defun prepare-reserved-stack (index)
+  (let ((context 0))
+    (declare (type word context))
+    (unwind-protect
+         (setf context (alien-funcall (extern-alien "fiber_stack_prepare" (function unsigned int)) index))
+      (when (= context 0) (put-stack-back index)))
+    context))
+
+(declaim (ftype (sfunction (word) word) %allocate-stack))
+(defun %allocate-stack (size)
+  "The context of a stack of SIZE bytes, or 0. With interrupts off."
+  (let ((spare (alien-funcall (extern-alien "fiber_stack_take_spare" (function unsigned unsigned)) size)))
+    (if (/= spare 0)
+        spare
+        (let ((index (reserve-stack size)))
+          (if index (prepare-reserved-stack index) 0)))))
+
+(declaim (ftype (sfunction (word) null) %free-stack))
 (defun %free-stack (context)
-  (alien-funcall (extern-alien "fiber_stack_free" (function void unsigned)) context))
+  (when (= 0 (alien-funcall (extern-alien "fiber_stack_retire" (function int unsigned)) context))
+    (put-stack-back (context-word (int-sap context) index))))
 
 ;;; OS-TID is read-only to all but the creator of the thread, which is C for others.
 (defmacro %instance-os-tid (thread)

@@ -149,15 +149,18 @@ static void drop_return_guard(struct fiber_context* fc)
 {
     if (!fc->return_guard) return;
     mprotect((char*)fc->return_guard, return_guard_size(fc), PROT_READ|PROT_WRITE);
+    fiber_give_return_guard_back();
     fc->return_guard = 0;
 }
 
 static void set_return_guard(struct fiber_context* fc, char* page)
 {
     drop_return_guard(fc);
-    if (page >= context_page(fc)) return;
+    if (page >= context_page(fc) || !fiber_take_return_guard()) return;
     fc->return_guard = (lispobj)page;
-    if (mprotect(page, return_guard_size(fc), PROT_READ)) fc->return_guard = 0;
+    if (!mprotect(page, return_guard_size(fc), PROT_READ)) return;
+    fc->return_guard = 0;
+    fiber_give_return_guard_back();
 }
 
 /* Begin it with the first page that lies wholly above SP, and outside of the reserve. */

@@ -25,6 +25,7 @@
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -35,7 +36,7 @@
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
-#include "fiber.h"
+#include "fiber-stack.h"
 #include "tiny-lock.h"
 
 /* The contract is in code/fiber-poller.lisp; these numbers belong to it. */
@@ -448,6 +449,31 @@ int fiber_processor_count()
     long quota = quota_of_cgroup();
     if (quota > 0 && quota < count) count = quota;
     return count < 1 ? 1 : (int)count;
+}
+
+/* How many mappings of memory a process may have: the kernel's default, if it does not tell. */
+sword_t fiber_mapping_limit()
+{
+    char text[32] = "";
+    int fd = open("/proc/sys/vm/max_map_count", O_RDONLY|O_CLOEXEC);
+    ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    sword_t limit = n > 0 ? atol(text) : 0;
+    return limit > 0 ? limit : 65530;
+}
+
+/* How many this process has: each is a line. One counts at a time. */
+sword_t fiber_count_mappings()
+{
+    static char text[64*KIB]; // the caller's stack may be a small one
+    sword_t count = 0;
+    ssize_t n;
+    int fd = open("/proc/self/maps", O_RDONLY|O_CLOEXEC);
+    if (fd < 0) return 0;
+    while ((n = read(fd, text, sizeof text)) > 0)
+        for (ssize_t i = 0; i < n; ++i) count += text[i] == '\n';
+    close(fd);
+    return count;
 }
 
 #define MEMBARRIER_PRIVATE_EXPEDITED 8

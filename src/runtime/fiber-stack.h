@@ -72,6 +72,15 @@ static inline bool within(os_vm_address_t addr, char* start, uword_t size)
 extern int fiber_raise_guard(char* where, uword_t size);
 extern int fiber_lower_guard(char* where, uword_t size);
 
+/* A return guard splits a mapping. Is there one for it? */
+extern bool fiber_take_return_guard(void);
+extern void fiber_give_return_guard_back(void);
+
+/* See fiber-linux.c. */
+extern sword_t fiber_mapping_limit(void);
+extern sword_t fiber_count_mappings(void);
+extern uint64_t fiber_now(void);
+
 extern struct fiber_context* fiber_context_at(char* addr);
 
 /* Close what the fiber that has left the stack may have opened. */

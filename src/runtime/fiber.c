@@ -17,10 +17,10 @@
 #ifdef LISP_FEATURE_SB_FIBER
 
 #include <errno.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #include "fiber-stack.h"
 #include "globals.h"
 #include "gc.h"
@@ -37,8 +37,13 @@
  *  - state[i] is FREE, or the context of slot i is valid. It becomes SUSPENDED by a
  *    store of the thread that prepared the stack, and changes between SUSPENDED and
  *    MOUNTED only in the switch, inside pseudo-atomic;
- *  - a slot is in the free list of its class, or among the spare stacks of a carrier, or was
- *    handed out by fiber_stack_allocate().
+ *  - a slot that was reserved once is in a list of its class, or among the spare stacks of a
+ *    carrier, or somebody prepares or has it;
+ *  - its guards are up if and only if its context has a control_stack_start;
+ *  - arenas, classes and their lists are changed by functions "with the lock" only: that is a
+ *    tiny lock of code/fiber-stack.lisp, whose holder the collector does not stop. It would else
+ *    wait for one who cannot stop before he has had the lock. No such function calls malloc(),
+ *    whose lock is of the other kind.
  */
 
 #define SLOTS_PER_ARENA 1024
@@ -51,7 +56,7 @@ struct fiber_arena {
     uword_t stride;
     struct stack_class* class;
     uint32_t n_slots;
-    uint32_t n_carved;            // slots from here on were never used
+    uint32_t n_carved;            // slots from here on were never reserved
     unsigned char* state;
 };
 
@@ -59,17 +64,19 @@ struct fiber_arena {
 struct stack_class {
     uword_t control_size;         // usable bytes of control stack, reserve excluded
     struct fiber_context* free;
+    struct fiber_context* bare;   // likewise free, but without guards
     struct fiber_arena* last;     // the only one that may have slots to carve
 };
 
 static struct fiber_arena arenas[MAX_ARENAS];
 static volatile uint32_t n_arenas;
 static struct stack_class stack_classes[MAX_STACK_CLASSES];
-static pthread_mutex_t arenas_lock = PTHREAD_MUTEX_INITIALIZER;
+static unsigned char states[MAX_ARENAS][SLOTS_PER_ARENA];
 
 /* Free stacks beyond this many give their pages back. */
 uword_t fiber_stack_high_water = 16384;
 static uword_t n_free_stacks;
+static uword_t n_guarded_free_stacks;
 
 /*
  * Guards. MADV_GUARD_INSTALL (Linux 6.13) needs no mapping of its own; mprotect
@@ -100,12 +107,93 @@ int fiber_lower_guard(char* where, uword_t size)
         : mprotect(where, size, PROT_READ|PROT_WRITE);
 }
 
+/* Would a program that reads PAGE be sent a signal? The kernel says EFAULT where it reads a name. */
+static bool out_of_bounds(char* page)
+{
+    return access(page, F_OK) && errno == EFAULT;
+}
+
+/* What imitates Linux, or filters system calls, may say yes to an advice that it ignores. */
 static void choose_guard_method(char* page)
 {
     if (fiber_guard_method != GUARD_UNKNOWN) return;
     fiber_guard_method = GUARD_MADVISE;
-    if (fiber_raise_guard(page, HARD_GUARD_SIZE) || fiber_lower_guard(page, HARD_GUARD_SIZE))
+    if (fiber_raise_guard(page, HARD_GUARD_SIZE) || !out_of_bounds(page)
+        || fiber_lower_guard(page, HARD_GUARD_SIZE) || out_of_bounds(page))
         fiber_guard_method = GUARD_MPROTECT;
+}
+
+/*
+ * Mappings. Once the process has no more, the collector, make-thread and run-program fail. So
+ *  - fiber_guard_mappings counts those that guards made by mprotect have split off, from before they
+ *    do so: four for a stack whose guards are up, two for a return guard. The steps of a reserve
+ *    that is open are part of the stack's mapping;
+ *  - for stacks it stays below mapping_budget: what the kernel allows less what others have
+ *    (libraries, threads, arenas) and what they may get while nobody counts them again;
+ *  - free stacks lower their guards if there are many, or the budget is nearly used up.
+ * Pieces of an arena are one mapping again when all is accessible, since they have the first
+ * page's anon_vma: see reserve_arena().
+ */
+#define MAPPINGS_OF_STACK 4
+#define MAPPINGS_OF_RETURN_GUARD 2
+#define MAPPINGS_FOR_OTHERS 4096
+#define MOST_GUARDED_FREE 1024
+
+sword_t fiber_guard_mappings; // tests look at it
+static sword_t mapping_budget, mapping_limit;
+
+static bool take_mappings(int n, sword_t beyond_budget)
+{
+    if (__atomic_add_fetch(&fiber_guard_mappings, n, __ATOMIC_SEQ_CST) <= mapping_budget + beyond_budget)
+        return 1;
+    __atomic_sub_fetch(&fiber_guard_mappings, n, __ATOMIC_SEQ_CST);
+    return 0;
+}
+
+static void give_mappings_back(int n)
+{
+    __atomic_sub_fetch(&fiber_guard_mappings, n, __ATOMIC_SEQ_CST);
+}
+
+static void compute_mapping_budget()
+{
+    sword_t others = fiber_count_mappings() - fiber_guard_mappings;
+    sword_t limit = fiber_mapping_limit();
+    mapping_limit = limit;
+    mapping_budget = limit - (others > 0 ? others : 0)
+        - (limit / 4 < MAPPINGS_FOR_OTHERS ? limit / 4 : MAPPINGS_FOR_OTHERS);
+}
+
+/* Others may have come or gone, and the limit have been raised. Counting takes some 15 ms if
+ * there are 60,000, so it is not done more than once a second, nor as long as there are few. */
+static void refresh_mapping_budget()
+{
+    static uint64_t last;
+    uint64_t now = fiber_now(), before = __atomic_load_n(&last, __ATOMIC_RELAXED);
+    if (fiber_guard_mappings < mapping_budget / 4 || now - before < 1000000000) return;
+    if (__atomic_compare_exchange_n(&last, &before, now, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        compute_mapping_budget();
+}
+
+/* Return guards may have some of what is left to others: without one a fiber that has overflowed
+ * keeps its reserve open until it parks. */
+bool fiber_take_return_guard()
+{
+    return take_mappings(MAPPINGS_OF_RETURN_GUARD, MAPPINGS_FOR_OTHERS/2);
+}
+void fiber_give_return_guard_back() { give_mappings_back(MAPPINGS_OF_RETURN_GUARD); }
+
+static bool nearly_no_mappings()
+{
+    return fiber_guard_method == GUARD_MPROTECT
+        && fiber_guard_mappings > mapping_budget - mapping_budget / 16;
+}
+
+/* For Lisp: how many mappings there may be, if that is why there is no stack, else 0. */
+sword_t fiber_mappings_exhausted()
+{
+    return fiber_guard_method == GUARD_MPROTECT
+        && fiber_guard_mappings + MAPPINGS_OF_STACK > mapping_budget ? mapping_limit : 0;
 }
 
 /* Arenas */
@@ -141,9 +229,11 @@ static char* reserve_arena(uword_t size)
                       MAP_PRIVATE|MAP_ANONYMOUS|MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) return 0;
     madvise(base, size, MADV_NOHUGEPAGE); // 2 MiB for an idle fiber otherwise
+    *(volatile char*)base = 0; // before it is split, so that the kernel can merge all of it again
     return base;
 }
 
+/* With the lock. */
 static struct fiber_arena* add_arena(struct stack_class* class)
 {
     uint32_t n = n_arenas;
@@ -154,10 +244,11 @@ static struct fiber_arena* add_arena(struct stack_class* class)
     uword_t fit = ARENA_BYTES / a->stride;
     a->n_slots = fit < 1 ? 1 : fit > SLOTS_PER_ARENA ? SLOTS_PER_ARENA : fit;
     a->n_carved = 0;
-    a->state = calloc(a->n_slots, 1);
-    a->base = a->state ? reserve_arena(a->n_slots * a->stride) : 0;
-    if (!a->base) { free(a->state); errno = ENOMEM; return 0; }
+    a->state = states[n];
+    a->base = reserve_arena(a->n_slots * a->stride);
+    if (!a->base) return 0;
     choose_guard_method(a->base);
+    if (!mapping_limit) compute_mapping_budget();
     __atomic_store_n(&n_arenas, n + 1, __ATOMIC_RELEASE);
     return a;
 }
@@ -170,32 +261,68 @@ static struct fiber_context* slot_context(struct fiber_arena* a, uint32_t i)
     return (void*)(boundary - 2*KIB + (i % 8) * 64);
 }
 
+/* The two guards of a slot. */
+static char* low_guard(struct fiber_arena* a, uint32_t i) { return a->base + i * a->stride; }
+static char* middle_guard(struct fiber_arena* a, uint32_t i)
+{
+    uword_t control_size = a->class->control_size;
+    return low_guard(a, i) + LOW_GUARD_SIZE + control_size + binding_stack_size(control_size);
+}
+
+static void lower_guards(struct fiber_arena* a, uint32_t i)
+{
+    fiber_lower_guard(low_guard(a, i), LOW_GUARD_SIZE);
+    fiber_lower_guard(middle_guard(a, i), MIDDLE_GUARD_SIZE);
+    if (fiber_guard_method == GUARD_MPROTECT) give_mappings_back(MAPPINGS_OF_STACK);
+    slot_context(a, i)->control_stack_start = 0;
+}
+
+static int raise_guards(struct fiber_arena* a, uint32_t i)
+{
+    if (fiber_guard_method == GUARD_MPROTECT) {
+        refresh_mapping_budget();
+        if (!take_mappings(MAPPINGS_OF_STACK, 0)) return -1;
+    }
+    if (!fiber_raise_guard(low_guard(a, i), LOW_GUARD_SIZE)
+        && !fiber_raise_guard(middle_guard(a, i), MIDDLE_GUARD_SIZE)) return 0;
+    lower_guards(a, i);
+    return -1;
+}
+
 static int carve_slot(struct fiber_arena* a, uint32_t i)
 {
     struct fiber_context* fc = slot_context(a, i);
-    char* slot = a->base + i * a->stride;
-    char* middle = slot + LOW_GUARD_SIZE + a->class->control_size
-        + binding_stack_size(a->class->control_size);
-    if (fiber_raise_guard(slot, LOW_GUARD_SIZE)) return -1;
-    if (fiber_raise_guard(middle, MIDDLE_GUARD_SIZE)) return -1;
-    fc->control_stack_start = (lispobj*)(slot + HARD_GUARD_SIZE);
+    fc->index = (a - arenas) * SLOTS_PER_ARENA + i; // a slot that has no guards can be put back
+    if (raise_guards(a, i)) return -1;
+    fc->control_stack_start = (lispobj*)(low_guard(a, i) + HARD_GUARD_SIZE);
     fc->control_stack_end = (lispobj*)fc;
     fc->binding_stack_start = (lispobj*)ALIGN_UP((uword_t)(fc + 1), 16); // for MOVAPS
-    fc->alien_stack_start = (lispobj*)(middle + MIDDLE_GUARD_SIZE - SIDE_RESERVE_SIZE);
+    fc->alien_stack_start = (lispobj*)(middle_guard(a, i) + MIDDLE_GUARD_SIZE - SIDE_RESERVE_SIZE);
     fc->mounted_as = (lispobj)fc;
     fc->state_cell = &a->state[i];
-    fc->index = (a - arenas) * SLOTS_PER_ARENA + i;
     return 0;
+}
+
+/* The number of the slot that ADDR is in, or -1. */
+int fiber_index_at(char* addr)
+{
+    uint32_t n = __atomic_load_n(&n_arenas, __ATOMIC_ACQUIRE);
+    for (struct fiber_arena* a = arenas; a < arenas + n; ++a)
+        if (within(addr, a->base, a->n_slots * a->stride))
+            return (a - arenas) * SLOTS_PER_ARENA + (addr - a->base) / a->stride;
+    return -1;
+}
+
+static struct fiber_context* context_of(int index)
+{
+    return slot_context(&arenas[index / SLOTS_PER_ARENA], index % SLOTS_PER_ARENA);
 }
 
 /* The context of the slot that ADDR is in, or 0. */
 struct fiber_context* fiber_context_at(char* addr)
 {
-    uint32_t n = __atomic_load_n(&n_arenas, __ATOMIC_ACQUIRE);
-    for (struct fiber_arena* a = arenas; a < arenas + n; ++a)
-        if (within(addr, a->base, a->n_slots * a->stride))
-            return slot_context(a, (addr - a->base) / a->stride);
-    return 0;
+    int index = fiber_index_at(addr);
+    return index < 0 ? 0 : context_of(index);
 }
 
 static struct fiber_arena* arena_of(struct fiber_context* fc)
@@ -217,33 +344,21 @@ static struct stack_class* find_stack_class(uword_t control_size)
     return class;
 }
 
-static struct fiber_context* carve(struct stack_class* class)
+static struct fiber_context* pop(struct fiber_context** list)
 {
-    struct fiber_arena* a = class->last;
-    if (!a || a->n_carved == a->n_slots) a = class->last = add_arena(class);
-    if (!a || carve_slot(a, a->n_carved)) return 0;
-    return slot_context(a, a->n_carved++);
-}
-
-static struct fiber_context* take_stack(struct stack_class* class)
-{
-    struct fiber_context* fc = class->free;
-    if (!fc) return carve(class);
-    class->free = fc->next_free;
-    --n_free_stacks;
+    struct fiber_context* fc = *list;
+    *list = fc->next_free;
     return fc;
 }
 
-static void put_stack(struct fiber_context* fc)
+static void push(struct fiber_context** list, struct fiber_context* fc)
 {
-    struct stack_class* class = arena_of(fc)->class;
-    fc->next_free = class->free;
-    class->free = fc;
-    ++n_free_stacks;
+    fc->next_free = *list;
+    *list = fc;
 }
 
-/* A carrier's own context, and the stacks that it keeps for itself, so that carriers which start
- * and end fibers do not meet at the lock. */
+/* A carrier's own context, and the stacks that it keeps for itself, guards up, so that carriers which
+ * start and end fibers do not meet at the lock. */
 struct carrier {
     struct fiber_context context; // first, since it is what thread->carrier_context points to
     struct fiber_context* spare;
@@ -256,54 +371,90 @@ static struct carrier* this_carrier()
     return (struct carrier*)get_sb_vm_thread()->carrier_context;
 }
 
-static void keep_spare(struct carrier* c, struct fiber_context* fc)
+/* With the lock, as all that follow until make_empty(). */
+static struct fiber_context* take_guarded(struct stack_class* class)
 {
-    fc->next_free = c->spare;
-    c->spare = fc;
-    ++c->n_spare;
+    --n_free_stacks;
+    --n_guarded_free_stacks;
+    return pop(&class->free);
 }
 
-static struct fiber_context* take_spare(struct carrier* c, uword_t control_size)
+static void put_stack(struct fiber_context* fc)
 {
-    struct fiber_context* fc = c ? c->spare : 0;
-    if (!fc || arena_of(fc)->class->control_size != control_size) return 0;
-    c->spare = fc->next_free;
-    --c->n_spare;
-    return fc;
+    struct stack_class* class = arena_of(fc)->class;
+    bool guarded = fc->control_stack_start != 0;
+    push(guarded ? &class->free : &class->bare, fc);
+    ++n_free_stacks;
+    n_guarded_free_stacks += guarded;
+}
+
+static void keep_spare(struct carrier* c, struct fiber_context* fc)
+{
+    push(&c->spare, fc);
+    ++c->n_spare;
 }
 
 /* Take from the free stacks what the next fibers of the same size will need. */
 static void add_spares(struct carrier* c, struct stack_class* class)
 {
-    while (c->n_spare < MOST_SPARE/2 && class->free) keep_spare(c, take_stack(class));
+    if (!c || nearly_no_mappings()) return;
+    while (c->n_spare < MOST_SPARE/2 && class->free) keep_spare(c, take_guarded(class));
 }
 
 static void free_spares(struct carrier* c, int but)
 {
-    while (c->n_spare > but) {
-        struct fiber_context* fc = c->spare;
-        c->spare = fc->next_free;
-        --c->n_spare;
-        put_stack(fc);
-    }
+    for (; c->n_spare > but; --c->n_spare) put_stack(pop(&c->spare));
 }
 
-/* A stack with CONTROL_SIZE usable bytes of control stack, or 0 if there is no
- * memory or no mapping left for it. The caller has interrupts disabled: an
- * interruption that came to allocate would wait for itself. */
-struct fiber_context* fiber_stack_allocate(uword_t control_size)
+/* No slot without guards may have them: let another size do without some of its own. */
+static void lower_guards_of_one()
+{
+    for (struct stack_class* class = stack_classes; class->control_size; ++class)
+        if (class->free) {
+            struct fiber_context* fc = take_guarded(class);
+            lower_guards(arena_of(fc), fc->index % SLOTS_PER_ARENA);
+            put_stack(fc);
+            return;
+        }
+}
+
+static int reserve_slot(struct stack_class* class)
+{
+    struct fiber_arena* a = class->last;
+    if (!a || a->n_carved == a->n_slots) a = class->last = add_arena(class);
+    if (!a) return -1;
+    return (a - arenas) * SLOTS_PER_ARENA + a->n_carved++;
+}
+
+/* The number of a slot for CONTROL_SIZE usable bytes of control stack that is the caller's now, or -1 if
+ * there is no memory for it. To the collector it is free. */
+int fiber_stack_reserve(uword_t control_size)
+{
+    struct stack_class* class = find_stack_class(round_stack_size(control_size));
+    if (class->free) {
+        int index = take_guarded(class)->index;
+        add_spares(this_carrier(), class);
+        return index;
+    }
+    if (fiber_mappings_exhausted()) lower_guards_of_one();
+    if (!class->bare) return reserve_slot(class);
+    --n_free_stacks;
+    return pop(&class->bare)->index;
+}
+
+/* Let others have the slot number INDEX. */
+void fiber_stack_put_back(int index)
 {
     struct carrier* c = this_carrier();
-    uword_t rounded = round_stack_size(control_size);
-    struct fiber_context* fc = take_spare(c, rounded);
-    if (!fc) {
-        pthread_mutex_lock(&arenas_lock);
-        struct stack_class* class = find_stack_class(rounded);
-        fc = take_stack(class);
-        if (c && fc) add_spares(c, class);
-        pthread_mutex_unlock(&arenas_lock);
-    }
-    if (!fc) return 0;
+    if (c) free_spares(c, MOST_SPARE/2);
+    put_stack(context_of(index));
+}
+
+/* This carrier is about to end. */
+void fiber_carrier_free_spares() { free_spares(this_carrier(), 0); }
+
+static struct fiber_context* make_empty(struct fiber_context* fc)
+{
     fc->alien_stack_pointer = (lispobj*)slot_end(arena_of(fc), fc);
     fc->binding_stack_pointer = fc->binding_stack_start;
     fc->control_stack_pointer = fc->control_stack_end;
@@ -311,6 +462,32 @@ struct fiber_context* fiber_stack_allocate(uword_t control_size)
     fc->base_catch_block = 0;
     fc->signal_context_count = 0;
     return fc;
+}
+
+/* A stack with CONTROL_SIZE usable bytes of control stack that this carrier has kept, or 0. */
+struct fiber_context* fiber_stack_take_spare(uword_t control_size)
+{
+    struct carrier* c = this_carrier();
+    if (!c || !c->spare || arena_of(c->spare)->class->control_size != round_stack_size(control_size))
+        return 0;
+    --c->n_spare;
+    return make_empty(pop(&c->spare));
+}
+
+/* The stack in the slot number INDEX, which is the caller's; or 0 if there is no memory or no mapping left
+ * for its guards: then put it back. */
+struct fiber_context* fiber_stack_prepare(int index)
+{
+    struct fiber_context* fc = context_of(index);
+    if (!fc->control_stack_start
+        && carve_slot(&arenas[index / SLOTS_PER_ARENA], index % SLOTS_PER_ARENA)) return 0;
+    return make_empty(fc);
+}
+
+static bool too_many_guarded()
+{
+    return nearly_no_mappings()
+        || (fiber_guard_method == GUARD_MPROTECT && n_guarded_free_stacks >= MOST_GUARDED_FREE);
 }
 
 /* Give back the pages of a stack but the one that holds its context. */
@@ -323,22 +500,19 @@ static void release_pages(struct fiber_arena* a, struct fiber_context* fc)
     madvise(alien, slot_end(a, fc) - (uword_t)alien, MADV_DONTNEED);
 }
 
-/* The stack is nobody's: its fiber has ended, and another stack is running. */
-void fiber_stack_free(struct fiber_context* fc)
+/* The stack is nobody's: its fiber has ended, and another stack is running. True if this carrier keeps it:
+ * else put it back. */
+int fiber_stack_retire(struct fiber_context* fc)
 {
     struct carrier* c = this_carrier();
     *fc->state_cell = FIBER_STACK_FREE;
     fiber_close_all_reserves(fc);
-    bool surplus = n_free_stacks >= fiber_stack_high_water;
+    bool surplus = n_free_stacks >= fiber_stack_high_water, too_many = too_many_guarded();
     if (surplus) release_pages(arena_of(fc), fc);
-    if (c && !surplus && c->n_spare < MOST_SPARE) {
-        keep_spare(c, fc);
-        return;
-    }
-    pthread_mutex_lock(&arenas_lock);
-    if (c) free_spares(c, MOST_SPARE/2);
-    put_stack(fc);
-    pthread_mutex_unlock(&arenas_lock);
+    if (too_many) lower_guards(arena_of(fc), fc->index % SLOTS_PER_ARENA);
+    if (!c || surplus || too_many || c->n_spare == MOST_SPARE) return 0;
+    keep_spare(c, fc);
+    return 1;
 }
 
 /* Made by who starts the carrier, and can tell when there is no memory. 0 if so. */
@@ -373,9 +547,6 @@ void fiber_carrier_end()
     struct carrier* c = this_carrier();
     if (th->fiber_context) lose("a carrier ends while a fiber is mounted");
     th->carrier_context = 0;
-    pthread_mutex_lock(&arenas_lock);
-    free_spares(c, 0);
-    pthread_mutex_unlock(&arenas_lock);
     free(c);
 }
 

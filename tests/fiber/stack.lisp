@@ -291,6 +291,80 @@
       (is (/= 0 (context fiber)))
       (release fiber))))
 
+;;;; Those who wait for each other
+
+(defun use-stacks (flag)
+  "A form that takes stacks and gives them back until FLAG, a symbol, is true."
+  `(let ((fibers (loop repeat 40 collect (make-fiber (function list)))))
+     (loop until ,flag
+           do (sb-sys:without-interrupts
+                (mapc (function sb-fiber::allocate-stack) fibers)
+                (dolist (fiber fibers)
+                  (sb-fiber::retire-index fiber)
+                  (sb-fiber::free-stack fiber))))))
+
+;;; Prevents: a collector that waits for who has GC inhibited and wants a stack, which waits for who was stopped
+;;; while it took one. It would never end: a child.
+(test stacks-without-gcing
+  (is (equal "(:DONE :DONE :DONE)"
+             (child-result
+              `(let* ((stop nil)
+                      (threads (list* (sb-thread:make-thread
+                                       (lambda ()
+                                         (loop until stop
+                                               do (sb-sys:without-gcing ,(use-stacks t))
+                                                  (sb-sys:without-gcing
+                                                    (let ((passes 0))
+                                                      ,(use-stacks '(> (incf passes) 50)))))
+                                         :done))
+                                      (loop repeat 2
+                                            collect (sb-thread:make-thread
+                                                     (lambda () ,(use-stacks 'stop) :done))))))
+                 (loop repeat 500 do (sb-ext:gc))
+                 (setf stop t)
+                 (prin1 (mapcar (function sb-thread:join-thread) threads)))
+              :wrapper '("timeout" "-s" "KILL" "60")))))
+
+;;;; A kernel, or what imitates one, that takes an advice and does nothing
+
+(defparameter *ignore-advice-to-guard*
+  '(flet ((prctl (option x y)
+            (sb-alien:alien-funcall
+             (sb-alien:extern-alien "prctl" (function sb-alien:int sb-alien:int sb-alien:unsigned
+                                                      sb-alien:unsigned sb-alien:unsigned
+                                                      sb-alien:unsigned))
+             option x y 0 0)))
+    ;; If it is madvise(2), and the third argument MADV_GUARD_INSTALL: say 0 at once.
+    (let* ((filter '((#x20 0 0 0) (#x15 0 3 28) (#x20 0 0 32) (#x15 0 1 102)
+                     (#x06 0 0 #x50000) (#x06 0 0 #x7fff0000)))
+           (code (sb-alien:make-alien (sb-alien:unsigned 64) (length filter)))
+           (program (sb-alien:make-alien (sb-alien:unsigned 64) 2)))
+      (loop for (operation true false k) in filter and i from 0
+            do (setf (sb-alien:deref code i)
+                     (logior operation (ash true 16) (ash false 24) (ash k 32))))
+      (setf (sb-alien:deref program 0) (length filter)
+            (sb-alien:deref program 1) (sb-sys:sap-int (sb-alien:alien-sap code)))
+      (and (= 0 (prctl 38 1 0))           ; PR_SET_NO_NEW_PRIVS
+           (= 0 (prctl 22 2 (sb-sys:sap-int (sb-alien:alien-sap program))))))) ; PR_SET_SECCOMP
+  "A form that makes this process one in which that is so. False if there are no filters.")
+
+;;; Prevents: stacks without guards. One that overflows would write to its neighbour.
+(test advice-that-is-ignored
+  (let ((result (child-result
+                 `(prin1 (if ,*ignore-advice-to-guard*
+                             (list (run-fibers
+                                    (make-fiber
+                                     (lambda ()
+                                       (let ((*error-output* (make-broadcast-stream)))
+                                         (handler-case (labels ((recurse () (+ 1 (recurse)))) (recurse))
+                                           (storage-condition () :exhausted)))))
+                                    :carrier-count 1)
+                                   (sb-alien:extern-alien "fiber_guard_method" sb-alien:int))
+                             :no-filters)))))
+    (if (equal result ":NO-FILTERS")
+        (skip "This kernel cannot filter system calls.")
+        (is (equal "((:EXHAUSTED) 2)" result)))))
+
 ;;; All of this again in processes that use the one way to make a guard, and the other.
 ;;; Before Linux 6.13 the first one is not there.
 (unless *guard-method*

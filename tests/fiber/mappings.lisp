@@ -1,0 +1,105 @@
+;;;; The mappings of memory that guards have before Linux 6.13, and that others need as well
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* mappings)
+
+;;; mprotect, whatever the kernel.
+(setf (sb-alien:extern-alien "fiber_guard_method" sb-alien:int) 2)
+
+(defun count-mappings ()
+  (with-open-file (maps "/proc/self/maps" :external-format :latin-1)
+    (loop while (read-line maps nil) count t)))
+
+(defun mapping-limit ()
+  (with-open-file (limit "/proc/sys/vm/max_map_count") (read limit)))
+
+(defconstant mappings-per-fiber 4)
+(defconstant mappings-for-others 4096)
+
+(defun submit-until-refused (group &optional (size (* 256 1024)))
+  "A list of fibers of GROUP that park, and the condition that there can be no more."
+  (let ((fibers '()))
+    (handler-case (loop (push (spawn (group :stack-size size) (fiber-park) t) fibers))
+      (storage-condition (condition) (values fibers condition)))))
+
+(defun end-all (fibers)
+  (mapc #'fiber-unpark fibers)
+  (every #'join fibers))
+
+(defun usual-number () (floor (- (mapping-limit) mappings-for-others 1000) mappings-per-fiber))
+
+;;; What mappings free stacks keep, those of carriers included, and some that have to do with other things.
+(defconstant most-kept (+ (* 4 (+ 1024 128)) 500))
+
+(defun recurse () (+ 1 (the fixnum (recurse))))
+
+(defun exhausted-p ()
+  (handler-case (recurse)
+    (storage-condition () t)))
+
+(defmacro if-the-limit-is-usual (&body body)
+  `(if (> (mapping-limit) 200000)
+       (skip "vm.max_map_count is ~D: there is not enough memory for so many fibers." (mapping-limit))
+       (progn ,@body)))
+
+;;; Prevents: the end of the process in the next collection, or MAKE-THREAD; RUN-PROGRAM that fails; a process
+;;; that stays at the wall when all fibers have ended; a fiber at the wall that is not told of its overflow.
+(test at-the-wall
+  (if-the-limit-is-usual
+    (let ((before (count-mappings)))
+      (with-group (group 2)
+        (let ((overflows (loop repeat 20 collect (spawn (group) (fiber-park) (loop repeat 3 always (exhausted-p))))))
+          (multiple-value-bind (fibers condition) (submit-until-refused group)
+            (is (typep condition 'sb-fiber::fiber-stack-unavailable))
+            (is (search "vm.max_map_count" (remove #\Newline (princ-to-string condition))))
+            (is (< (usual-number) (length fibers)))
+            (is (< (count-mappings) (- (mapping-limit) (- mappings-for-others 500))))
+            (finishes (sb-ext:gc :full t))
+            (is (equal '(0 1 2 3 4 5 6 7 8 9)
+                       (mapcar #'sb-thread:join-thread
+                               (loop for i below 10
+                                     collect (make-thread (lambda (i) (sb-ext:gc) i) :arguments i)))))
+            (is (equal "here" (with-output-to-string (out)
+                                (sb-ext:run-program "printf" '("here") :search t :output out))))
+            (is-true (end-all overflows))
+            ;; Those stacks are free.
+            (is (= 3 (join (spawn (group) (+ 1 2)))))
+            (is-true (end-all fibers)))))
+      (is-true (wait-until (< (count-mappings) (+ before most-kept)))))))
+
+;;; Prevents: a wall that is nearer each time.
+(test at-the-wall-again
+  (if-the-limit-is-usual
+    (with-group (group 2)
+      (loop repeat 2
+            do (let ((fibers (submit-until-refused group)))
+                 (is (< (usual-number) (length fibers)))
+                 (is-true (end-all fibers)))))))
+
+;;; Prevents: mappings that only stacks of one size can have.
+(test free-stacks-of-another-size
+  (if-the-limit-is-usual
+    (with-group (group 2)
+      (loop for size in '(65536 131072 65536)
+            do (let ((fibers (submit-until-refused group size)))
+                 (is (< (usual-number) (length fibers)))
+                 (is-true (end-all fibers)))))))
+
+;;; Prevents: a count of mappings that grows with overflows, for which return guards come and go.
+(test return-guards-are-given-back
+  (flet ((mappings () (sb-alien:extern-alien "fiber_guard_mappings" sb-alien:long)))
+    (with-group (group 2)
+      (flet ((overflow ()
+               (join-all (loop repeat 100 collect (spawn (group) (loop repeat 3 always (exhausted-p)))))))
+        (overflow)
+        (let ((before (mappings)))
+          (loop repeat 5 do (is (all-true-p (overflow))))
+          (is (<= (mappings) (+ before 400))))))))
