@@ -47,10 +47,12 @@ interrupted for it, and makes the backtrace itself."
 (defun fiber-on-stack (address)
   "The fiber on whose control stack ADDRESS is, or NIL."
   (declare (type word address))
-  (find-if (lambda (fiber)
-             (and (>= address (fiber-control-stack-start fiber))
-                  (< address (fiber-control-stack-end fiber))))
-           (list-all-fibers)))
+  (let* ((index (alien-funcall (extern-alien "fiber_index_at" (function int unsigned)) address))
+         (fiber (and (>= index 0) (fiber-at index))))
+    (and fiber
+         (<= (fiber-control-stack-start fiber) address)
+         (< address (fiber-control-stack-end fiber))
+         fiber)))
 
 ;;;; the bindings of a fiber, for others to look at
 

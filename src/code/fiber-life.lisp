@@ -200,6 +200,7 @@ that runs no fiber this is PROGN."
 (defun end-fiber (fiber)
   (let ((group (truly-the fiber-group (fiber-group fiber))))
     (leave-session fiber)
+    (set-home fiber nil)
     (declare-dead fiber)
     (leave-group group)
     (leave :end)

@@ -87,10 +87,11 @@
 ;;; A second, as a rule: threads that are needed again and again are not made again and again.
 (defconstant +looks-before-retiring+ 100)
 
-;;; Only who runs on a carrier gets it as his home, and he has it until he has left another
-;;; one. So nobody will return to a carrier that idles and is the home of none.
+;;; Only a fiber that runs on a carrier gets it as its home, and ceases to have it there. So none will return
+;;; to a carrier that idles and is the home of none; and once a spare is in no place any more it
+;;; cannot run one, and its count does not change.
 (defun home-of-none-p (carrier)
-  (notany (lambda (fiber) (eq (fiber-home fiber) carrier)) (list-all-fibers)))
+  (= 0 (carrier-guests (truly-the carrier carrier))))
 
 (defun take-homeless-spare (group)
   (let ((places (fiber-group-spares group)))
@@ -220,11 +221,24 @@ processor is not stuck."
 
 ;;;; telling the user
 
+;;; Contexts are never unmapped; what is found may have left CARRIER just now, or its index be another's.
+(defun fiber-on (carrier)
+  "The fiber that CARRIER runs, or NIL. May be called by any thread."
+  (let ((fiber (sb-thread::with-tls-lock ((carrier-thread carrier) thread)
+                 (let ((context (if (= thread 0)
+                                    0
+                                    (sap-ref-word (int-sap thread)
+                                                  (ash sb-vm::thread-fiber-context-slot
+                                                       sb-vm:word-shift)))))
+                   (and (/= context 0)
+                        (fiber-at (context-word (int-sap context) index)))))))
+    (and fiber (eq (fiber-carrier fiber) carrier) fiber)))
+
 ;;; A warning is printed by a thread of the pool: the stream's lock may belong to the fiber that is stuck. An
 ;;; error is signalled in the fiber, where that can be interrupted. If the pool gets no thread the warning waits.
 (defun report-stuck (carrier turn period)
   (let* ((action *pinned-blocking-action*)
-         (fiber (and action (find carrier (list-all-fibers) :key #'fiber-carrier))))
+         (fiber (and action (fiber-on carrier))))
     (when (and fiber (= turn (carrier-turn carrier)))
       (let ((control "~@<~S has kept its carrier for more than ~D ms.~:@>")
             (time (ceiling period 1000000)))

@@ -30,11 +30,21 @@ WITHOUT-INTERRUPTS is no zone: it is a binding, which goes with the fiber, and h
         ((or (/= (fiber-pin-count fiber) 0) (live-signal-context-p)) :pinned)
         (t :free)))
 
+;;; A fiber runs at home only, while it has one. So its home changes on this carrier, to it or from it, and
+;;; the carrier's count of guests has a single writer.
+(declaim (inline set-home))
+(defun set-home (fiber home)
+  "Let HOME, this carrier or NIL, be where FIBER, which is running, is resumed. With interrupts off."
+  (unless (eq home (fiber-home fiber))
+    (let ((carrier (truly-the carrier *carrier*)))
+      (setf (fiber-home fiber) home)
+      (if home
+          (incf (carrier-guests carrier))
+          (decf (carrier-guests carrier))))))
+
 (defun prepare-zone (fiber)
   "Tell who resumes FIBER where it must be done."
-  (setf (fiber-home fiber)
-        (and (eq (zone fiber) :pinned)
-             *carrier*))
+  (set-home fiber (and (eq (zone fiber) :pinned) *carrier*))
   (when (/= 0 (context-word (context-of fiber) guards))
     (alien-funcall (extern-alien "fiber_rearm_guards" (function void)))))
 

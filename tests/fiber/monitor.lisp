@@ -359,6 +359,65 @@ which begins later."
                                 :timeout *patience*))
       (is-true (spares-return-p group)))))
 
+(defun homes-are-counted-p (group)
+  (loop for carrier in (sb-fiber::fiber-group-carriers group)
+        always (= (sb-fiber::carrier-guests carrier)
+                  (count carrier (list-all-fibers) :key #'sb-fiber::fiber-home))))
+
+;;; Prevents: a spare that ends while somebody is to return to it, and one that never ends.
+(test homes-are-counted
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((stop nil) (fibers '()))
+        (flet ((park () (loop repeat 2 do (fiber-park) until stop)))
+          (setf fibers (loop for i below 60
+                             collect (let ((i i))
+                                       (spawn (group)
+                                         (loop repeat (mod i 7)
+                                               do (with-fiber-pinned (fiber-yield) (usleep 500))
+                                                  (when (oddp i) (fiber-yield)))
+                                         (ecase (mod i 3)
+                                           (0 (with-fiber-pinned (park)))
+                                           (1 (park))
+                                           (2 (ignore-errors
+                                               (handler-bind ((error (lambda (condition)
+                                                                       (declare (ignore condition))
+                                                                       (park))))
+                                                 (car (opaque 1)))))))))))
+        (mapc #'wait-until-parked fibers)
+        (is-true (homes-are-counted-p group))
+        (is (<= 20 (loop for carrier in (sb-fiber::fiber-group-carriers group)
+                         sum (sb-fiber::carrier-guests carrier))))
+        (mapc #'sb-thread:terminate-thread (subseq fibers 0 20))
+        (mapc #'wait-for-end (subseq fibers 0 20))
+        (is-true (homes-are-counted-p group))
+        (setf stop t)
+        (mapc #'fiber-unpark fibers)
+        (mapc #'wait-for-end fibers)
+        (is-true (wait-until (homes-are-counted-p group)))))))
+
+;;; While fibers are pinned to spares, the monitor looks again and again whether one may end. Prevents: looks that
+;;; cost as much as there are fibers. It may cons a little for each look, but no list of them.
+(test looks-at-homes-are-cheap
+  (let ((n 20000) (done (make-flag)))
+    (with-group (group 2)
+      (let ((pinned (loop repeat 3 collect (spawn (group)
+                                             (with-fiber-pinned (usleep 100000) (fiber-park)))))
+            (busy (spawn (group) (loop until (flag-value done) do (sleep 1/1000))))
+            (others (loop repeat n collect (spawn (group) (fiber-park)))))
+        (mapc #'wait-until-parked pinned)
+        (mapc #'wait-until-parked others)
+        (flet ((looks () (sb-fiber::fiber-group-quiet-looks group)))
+          ;; It looks for a spare that may end.
+          (is-true (wait-until (> (looks) sb-fiber::+looks-before-retiring+)))
+          (let ((from (looks)) (bytes (sb-ext:get-bytes-consed)))
+            (is-true (wait-until (>= (looks) (+ from 50))))
+            (is (< (- (sb-ext:get-bytes-consed) bytes) (* 50 8 n)))))
+        (raise-flag done)
+        (mapc #'fiber-unpark others)
+        (mapc #'fiber-unpark pinned)
+        (mapc #'join (list* busy (append pinned others)))))))
+
 (defun usleep (microseconds)
   (sb-alien:alien-funcall
    (sb-alien:extern-alien "usleep" (function sb-alien:int sb-alien:unsigned)) microseconds))
