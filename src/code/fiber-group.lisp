@@ -234,23 +234,26 @@ of GROUP."
         (stop-group group)
         t))))
 
-;;; Who had been counted when the groups were closed may get a stack after the fibers have
-;;; been listed: they are listed again. None is aborted twice, as it may be in a cleanup form. One that
-;;; is being unwound by an error of its own may be in one as well, and is aborted there, as a thread is:
-;;; it could also come out of it, and go on.
+;;; None is aborted twice, as it may be in a cleanup form. One that is being unwound by an error of its own
+;;; may be in one as well, and is aborted there, as a thread is: it could also come out of it, and go on.
 (defun abort-until-done (groups deadline)
   (mapc #'close-group groups)
+  (abort-all groups deadline)
+  (every (lambda (group) (wait-until-done group deadline)) groups))
+
+;;; The groups are closed. If none was about to enter before the fibers are listed, then all are listed.
+(defun abort-all (groups deadline)
+  "Abort all fibers of GROUPS, unless DEADLINE comes before all can be found."
   (let ((aborted (make-hash-table :test 'eq)))
     (loop
-      (dolist (fiber (list-all-fibers))
-        (when (and (memq (fiber-group fiber) groups) (not (gethash fiber aborted)))
-          (setf (gethash fiber aborted) t)
-          (%interrupt-fiber fiber #'sb-thread:abort-thread)))
-      (let ((group (find-if-not #'fiber-group-done-p groups))
-            (soon (seconds-from-now 1/20)))
-        (cond ((null group) (return t))
-              ((deadline-passed-p deadline) (return nil))
-              (t (wait-until-done group (if deadline (min soon deadline) soon))))))))
+      (let ((more (some #'entries-p groups)))
+        (barrier (:read))
+        (dolist (fiber (list-all-fibers))
+          (when (and (memq (fiber-group fiber) groups) (not (gethash fiber aborted)))
+            (setf (gethash fiber aborted) t)
+            (%interrupt-fiber fiber #'sb-thread:abort-thread)))
+        (when (or (not more) (deadline-passed-p deadline)) (return))
+        (fiber-sleep 1/1000)))))
 
 (defun stop-group (group)
   "End the carriers of GROUP, which is closed and of which no fiber is alive."

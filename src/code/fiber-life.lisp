@@ -243,9 +243,11 @@ the exhaustion."))
 ;;; The low half of the word counts the fibers from their submission to their end; it is what FINISH-FIBERS
 ;;; waits on, as on the word of a mutex. The bit +CLOSED+ above it says that there will be no more. Both
 ;;; are in one word, so that nobody is counted in between the look at a group in which nobody is
-;;; alive and its end:
+;;; alive and its end. The bits above that count those of them that are not in the table of the living yet,
+;;; or not with their group: if there were none when somebody looked, after the group was closed, then
+;;; LIST-ALL-FIBERS has all that are alive.
 ;;;
-;;;     open n   -> open n+1     who submits a fiber
+;;;     open n   -> open n+1     who submits a fiber, and one more entry
 ;;;     open n   -> closed n     who ends all fibers
 ;;;     open 0   -> closed 0     who waits for the end of all
 ;;;     n        -> n-1          a fiber at its end, or who got no stack for it
@@ -257,8 +259,16 @@ the exhaustion."))
   (loop
     (let ((old (fiber-group-population group)))
       (when (logtest old +closed+) (return nil))
-      (when (= (cas (fiber-group-population group) old (truly-the word (1+ old))) old)
+      (when (= (cas (fiber-group-population group) old (truly-the word (+ old 1 +entry+))) old)
         (return t)))))
+
+(defun leave-entry (group)
+  "One whom ENTER-POPULATION has counted can be found now, or will not live."
+  (atomic-decf (fiber-group-population group) +entry+))
+
+(defun entries-p (group)
+  "Are there fibers of GROUP that are counted and perhaps cannot be found?"
+  (>= (fiber-group-population group) +entry+))
 
 (defun close-group (group)
   "Let no more fibers enter GROUP."
@@ -318,12 +328,14 @@ GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is
       (unless done
         (setf limit (alien-funcall (extern-alien "fiber_mappings_exhausted" (function unsigned)))
               (fiber-phase fiber) +new+)
+        (leave-entry group)
         (leave-group group)))
     (unless done
       (with-interrupts
         (error 'fiber-stack-unavailable :size (fiber-stack-size fiber) :mapping-limit limit))))
   (setf (fiber-group fiber) group
-        (fiber-phase fiber) +active+))
+        (fiber-phase fiber) +active+)
+  (leave-entry group))
 
 (declaim (ftype (sfunction (fiber &key (:default t) (:timeout (or null (real 0)))) *) fiber-join))
 (defun fiber-join (fiber &key (default nil defaultp) timeout)

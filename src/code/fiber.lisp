@@ -216,6 +216,7 @@
 (declaim (freeze-type fiber-group))
 
 (defconstant +closed+ (ash 1 32))
+(defconstant +entry+ (ash 1 33))
 
 (declaim (inline fiber-group-alive))
 (defun fiber-group-alive (group)

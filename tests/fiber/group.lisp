@@ -132,6 +132,24 @@
      (unwind-protect (progn ,@body)
        (sb-int:unencapsulate ,function 'test))))
 
+;;; Prevents: an abort that makes lists of all fibers again and again until the last has ended.
+(test aborted-fibers-are-listed-once
+  (on-carriers (n)
+    (let* ((group (start-fibers nil :carrier-count n))
+           (cleaning (make-flag)) (go-on (make-flag)) (lists (make-flag))
+           (fiber (spawn (group) (unwind-protect (fiber-park)
+                                   (raise-flag cleaning)
+                                   (loop until (flag-value go-on) do (sleep 1/1000)))))
+           (finisher nil))
+      (wait-until-parked fiber)
+      (with-call-before ('list-all-fibers (lambda () (count-one lists)))
+        (setf finisher (make-thread #'finish-fibers :arguments (list group :abort t)))
+        (is-true (wait-until (flag-value cleaning)))
+        (sleep 1/2)
+        (raise-flag go-on)
+        (is (eq t (join-thread finisher :timeout *patience*))))
+      (is (= 1 (flag-count lists))))))
+
 ;;; Prevents: a fiber that comes when the finisher has found nobody alive, and is lost.
 (test submit-when-nobody-is-alive
   (on-carriers (n)

@@ -24,7 +24,8 @@
   (flet ((leave ()
            (steps::atomic-decf (steps::fiber-group-population group))))
     (cond ((not (steps::enter-population group)) 0)
-          (t (leave)
+          (t (steps::leave-entry group)
+             (leave)
              (if (steps::enter-population group) 1 0)))))
 
 (defparameter *submit-and-finish*
@@ -42,13 +43,32 @@
     (or (population-problem group (+ first second) nil)
         (problem (sb-fiber::enter-population group) "It is still open."))))
 
+;;; The cell is what the table of the living is to who is listed.
+(defparameter *enter-and-list*
+  (history ((group (make-test-group 1)) (cell (vector nil)) (entered nil) (all nil) (seen nil))
+      (("submitter" (when (setf entered (steps::enter-population group))
+                      (setf (steps::svref cell 0) t)
+                      (steps::leave-entry group)))
+       ("finisher" (steps::close-group group)
+                   (setf all (not (steps::entries-p group))
+                         seen (steps::svref cell 0))))
+    (problem (and entered all (not seen)) "One is not found.")))
+
+(test who-was-counted-is-found
+  (holds *enter-and-list* :store-buffers t))
+
+(test bug-an-entry-that-is-not-counted
+  (with-changes (("ENTER-POPULATION" "(+ old 1 +entry+)" "(1+ old)")
+                 ("LEAVE-ENTRY" "(atomic-decf (fiber-group-population group) +entry+)" "nil"))
+    (fails *enter-and-list*)))
+
 (test no-fiber-enters-a-group-that-ends
   (holds *submit-and-finish*)
   (holds *submit-and-abort*))
 
 (test bug-counting-without-compare-and-swap
-  (with-changes (("ENTER-POPULATION" "(cas (fiber-group-population group) old (truly-the word (1+ old)))"
-                                     "(progn (setf (fiber-group-population group) (1+ old)) old)"))
+  (with-changes (("ENTER-POPULATION" "(cas (fiber-group-population group) old (truly-the word (+ old 1 +entry+)))"
+                                     "(progn (setf (fiber-group-population group) (+ old 1 +entry+)) old)"))
     (fails *submit-and-finish*)
     (fails *submit-and-abort*)))
 

@@ -76,7 +76,7 @@
     "STARTING-SPARE-P" "NEED-SPARE-P" "START-SPARE-IF-NEEDED" "ROUSE-MONITOR" "ALL-IDLE-P" "SLEEP-UNTIL-ALARM" "WAIT-FOR-ALARM"
     "DOZE"
     "RUN-MONITOR"
-    "ENTER-POPULATION" "CLOSE-GROUP" "CLOSE-IF-EMPTY")
+    "ENTER-POPULATION" "LEAVE-ENTRY" "ENTRIES-P" "CLOSE-GROUP" "CLOSE-IF-EMPTY")
   "Names of the functions and macros that are read, each macro before its users.")
 
 (defparameter *stubs*
