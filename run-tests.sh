@@ -46,6 +46,12 @@ lisp=/usr/share/common-lisp/source
            cl-cffi=$lisp/cl-cffi"
 case " $* " in *" upstream "*) needs="$needs procps=ps" ;; esac
 case " $* " in
+    *" foreign "* | *" foreign-moving "*)
+        compiler=${CC:-cc}
+        needs="$needs gcc=${compiler%% *}"
+        compiles stdio.h || needs="$needs libc6-dev=/usr/include/stdio.h" ;;
+esac
+case " $* " in
     *" in-fibers "*)
         needs="$needs cl-rt=$lisp/rt pkg-config"
         compiles ffi.h || needs="$needs libffi-dev=/usr/include/x86_64-linux-gnu/ffi.h" ;;

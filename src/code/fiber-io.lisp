@@ -165,20 +165,20 @@ that: the other end may be some fiber of this very carrier."
 
 ;;;; reading and writing
 
-(macrolet ((def (name c-name)
+(macrolet ((def (name c-name &optional (how 'progn))
              `(progn
                 (declaim (inline ,name))
                 (defun ,name (fd sap n)
-                  (alien-funcall (extern-alien ,c-name
-                                               (function (signed 64) int system-area-pointer
-                                                         (unsigned 64)))
-                                 fd sap n)))))
+                  (,how (alien-funcall (extern-alien ,c-name
+                                                     (function (signed 64) int system-area-pointer
+                                                               (unsigned 64)))
+                                       fd sap n))))))
   (def %receive-now "fiber_receive_now")
   (def %send-now "fiber_send_now")
   (def %read-now "fiber_read_now")
   (def %write-now "fiber_write_now")
-  (def %plain-read "fiber_plain_read")
-  (def %plain-write "fiber_plain_write")
+  (def %plain-read "fiber_plain_read" with-interruptible-system-call)
+  (def %plain-write "fiber_plain_write" with-interruptible-system-call)
   (def %polled-write "fiber_polled_write"))
 
 (defun kind-of-fd (fd)
@@ -415,7 +415,7 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
   (declare (function function))
   (when when (note-native-call fd direction))
   (loop
-    (let ((result (funcall function)))
+    (let ((result (with-interruptible-system-call (funcall function))))
       (unless (and when (would-wait-p result) (nonblocking-by-us-p fd)) (return result))
       (with-interrupts (sb-unix:unix-simple-poll fd direction -1)))))
 
@@ -490,7 +490,7 @@ errno if it fails."
               (alien-funcall (extern-alien "fiber_set_blocking" (function int int)) fd))))
         (with-local-interrupts
           (note-native-call fd :output)
-          (%connect fd address size)))))
+          (with-interruptible-system-call (%connect fd address size))))))
 
 (defun connect-in-fiber (cell file address size)
   (let ((fd (fd-cell-fd cell)))

@@ -251,7 +251,8 @@ it must not leave its carrier, give the carrier's work to another."
            (progn (atomic-incf (bucket-native bucket))
                   (atomic-incf (bucket-waiters bucket))
                   (with-local-interrupts
-                    (%futex-wait address expected to-sec to-usec)))
+                    (with-interruptible-system-call
+                      (%futex-wait address expected to-sec to-usec))))
         (atomic-decf (bucket-waiters bucket))
         (atomic-decf (bucket-native bucket))))))
 

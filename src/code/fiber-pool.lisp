@@ -144,7 +144,8 @@
                          (catch 'abandoned
                            (catch 'sb-thread::%abort-thread
                              (catch 'sb-thread::%return-from-thread
-                               (let ((*blocking-call* call))
+                               (let ((*blocking-call* call)
+                                     (*foreign-frames* +keeps-foreign-frames+))
                                  (call-for-fiber call)))))
                          nil))
         ;; This thread, being ephemeral, would end and leave *EXIT-LOCK* locked. The fiber

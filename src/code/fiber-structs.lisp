@@ -73,3 +73,45 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 ;;; go along when a fiber goes elsewhere.
 #-sb-xc-host
 (sb-impl:define-thread-local *carrier* nil)
+
+;;;; frames of foreign code on the stack, see runtime/fiber-foreign.c
+
+;;; The bits of *FOREIGN-FRAMES*, which is the fiber's, as other bindings are. The first of many bits
+;;; is for calls that are made while no handler is live, the next for those made in one handler, ...
+#-sb-xc-host
+(progn
+(defconstant +below-callback+ 1)
+(defconstant +frames-to-keep+ 2)
+(defconstant +keeps-foreign-frames+ 4)
+(defconstant +interruptible-frames+ 8)
+
+(declaim (type (unsigned-byte 16) *foreign-frames*))
+(defvar *foreign-frames*)
+
+(declaim (inline frames-if-interruptible see-deferred-signals))
+(defun frames-if-interruptible ()
+  "*FOREIGN-FRAMES* for a call that may be interrupted."
+  (logior *foreign-frames*
+          (ash +interruptible-frames+
+               (truly-the (integer 0 #.sb-vm:max-interrupts) *free-interrupt-context-index*))))
+
+;;; If they came before the call, nothing would end it.
+(defun see-deferred-signals ()
+  (unless (= 0 (sap-int (sb-vm::current-thread-offset-sap sb-vm::thread-deferred-signals-slot)))
+    (sb-unix::receive-pending-interrupt)))
+
+(defmacro with-interruptible-system-call (&body body)
+  "Execute BODY, a foreign call that holds no lock, such that it may be interrupted, and left by a non-local
+exit; but not what has called back."
+  `(let ((*foreign-frames* (frames-if-interruptible)))
+     ,@body))
+
+(defmacro with-interruptible-foreign-calls (&body body)
+  "Execute BODY such that the foreign calls in it may be interrupted, and be left by a non-local exit, while
+they have not returned, and return its values. In a callback, the foreign code that has called back may be
+left as well. Without this, interruptions of a fiber wait until the call has returned. In a thread they
+never do."
+  `(let ((*foreign-frames* (logandc2 (frames-if-interruptible) +frames-to-keep+)))
+     (see-deferred-signals)
+     ,@body))
+)

@@ -19,15 +19,22 @@
 it can park and must be resumed on this OS thread, :NATIVE it must not leave its carrier.
  - GC is inhibited: the collector would find a suspended stack that must not be seen;
  - code pages are pinned, or an arena is in use: that is the OS thread's state;
- - the allocator's mutex is held: its other users wait natively, with GC inhibited.
-In a signal handler and in a foreign callback there are addresses of the OS thread on the stack.
+ - the allocator's mutex is held: its other users wait natively, with GC inhibited;
+ - foreign code is on the stack, below a callback or a signal handler: what it holds is the OS
+   thread's, and another fiber would ask that thread for it again.
+In a signal handler there are addresses of the OS thread on the stack.
 WITHOUT-INTERRUPTS is no zone: it is a binding, which goes with the fiber, and holds off interruptions."
   (cond ((or *gc-inhibit*
              (not (eql *gc-pin-code-pages* 0))
              (/= 0 (sap-int (sb-vm::current-thread-offset-sap sb-vm::thread-arena-slot)))
-             (sb-thread:holding-mutex-p sb-vm::*allocator-mutex*))
+             (sb-thread:holding-mutex-p sb-vm::*allocator-mutex*)
+             (logtest *foreign-frames* +below-callback+))
          :native)
-        ((or (/= (fiber-pin-count fiber) 0) (live-signal-context-p)) :pinned)
+        ((live-signal-context-p)
+         (if (= 1 (alien-funcall (extern-alien "fiber_above_foreign_code" (function int))))
+             :native
+             :pinned))
+        ((/= (fiber-pin-count fiber) 0) :pinned)
         (t :free)))
 
 ;;; A fiber runs at home only, while it has one. So its home changes on this carrier, to it or from it, and
@@ -135,7 +142,8 @@ until TIMEOUT seconds are over: then return NIL. The deadline of WITH-DEADLINE i
 ;;; They are queued in the fiber, and called by it, in order,
 ;;;  - where it is interrupted by the signal that is sent to its carrier, if it is mounted;
 ;;;  - where it has parked or yielded, when it is resumed;
-;;;  - before its function, if it has not begun.
+;;;  - before its function, if it has not begun;
+;;;  - after a foreign call, if that is what the signal has found: see runtime/fiber-foreign.c.
 ;;; With interrupts off it calls them when they are on again, as a thread does. So it must not be
 ;;; resumed without a look at the queue: all who call PARK or LEAVE call SEE-INTERRUPTIONS
 ;;; afterwards. What is queued when the fiber ends is dropped.
@@ -164,9 +172,9 @@ until TIMEOUT seconds are over: then return NIL. The deadline of WITH-DEADLINE i
 (defun see-interruptions (fiber)
   "Let FIBER, which is running, call what others want it to, or do so once interrupts are on."
   (when (fiber-interruptions fiber)
-    (if *interrupts-enabled*
+    (if (and *interrupts-enabled* (not (logtest *foreign-frames* +frames-to-keep+)))
         (run-interruptions fiber)
-        ;; The handler is deferred until they are.
+        ;; The handler is deferred until they are, or until the call that has called back returns.
         (sb-unix:raise sb-unix:sigurg))))
 
 (define-alien-routine ("fiber_interrupt_os_thread" %interrupt-os-thread) void (tid int))
@@ -227,6 +235,16 @@ if it enables interrupts or exits non-locally, as in a thread."
   (let ((scheduler (carrier-scheduler carrier)))
     (when (and scheduler (sb-thread::thread-interruptions (carrier-thread carrier)))
       (setf (scheduler-turns scheduler) +turns-per-poll+))))
+
+;;;; callbacks
+
+;;; A deadline ends the wait of who is called back by unwinding, and foreign code with it.
+(defmacro without-deadline-of-caller (&body body)
+  "Execute BODY, below a callback, without the deadline of a fiber that has called foreign code."
+  `(let ((sb-impl::*deadline* (if (logtest *foreign-frames* +below-callback+)
+                                  nil
+                                  sb-impl::*deadline*)))
+     ,@body))
 
 ;;;; the simplest things to wait for
 

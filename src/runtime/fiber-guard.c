@@ -562,6 +562,7 @@ bool fiber_overflow_pending(struct thread* th)
  * than what comes next may need. */
 void fiber_settle_pending(struct thread* th, os_context_t* context)
 {
+    fiber_send_deferred_signals(th);
     if (thread_interrupt_data(th).pending_handler && read_TLS(INTERRUPTS_ENABLED, th) == NIL) {
         write_TLS(INTERRUPT_PENDING, LISP_T, th);
         clear_pseudo_atomic_interrupted(th);

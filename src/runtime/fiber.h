@@ -35,6 +35,15 @@ extern void fiber_scav_binding_stacks(void (*mark)(lispobj));
 extern int fiber_verify_binding_stacks(int (*verify)(lispobj, lispobj*, void*), void* arg);
 extern void fiber_exclude_own_stack(struct thread*, lispobj* from, lispobj* to);
 
+/* The bits of *FOREIGN-FRAMES*, as in code/fiber-structs.lisp; INTERRUPTIBLE_FRAMES is the first of many. */
+enum { BELOW_CALLBACK = 1, FRAMES_TO_KEEP = 2, KEEPS_FOREIGN_FRAMES = 4, INTERRUPTIBLE_FRAMES = 8 };
+
+/* foreign code */
+extern bool fiber_defer_signal(struct thread*, int signal, os_context_t*);
+extern void fiber_send_deferred_signals(struct thread*);
+extern bool fiber_trap_to_ignore(struct thread*);
+extern void fiber_call_back(lispobj arg1, lispobj arg2, lispobj arg0, struct thread*);
+
 /* signals and faults */
 extern bool fiber_overflow_pending(struct thread*);
 extern void fiber_settle_pending(struct thread*, os_context_t*);

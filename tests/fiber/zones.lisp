@@ -51,7 +51,7 @@
     (with-fiber-pinned (fiber-yield))
     (funcall function)))
 
-(defparameter *pinned-zones* '(pinned nested-pinned below-callback in-trap-handler in-nested-trap-handler))
+(defparameter *pinned-zones* '(pinned nested-pinned in-trap-handler in-nested-trap-handler))
 
 (defun without-interrupts (function)
   (sb-sys:without-interrupts (funcall function)))
@@ -73,7 +73,7 @@
 (defun with-allocator-mutex (function)
   (sb-thread:with-mutex (sb-vm::*allocator-mutex*) (funcall function)))
 
-(defparameter *native-zones* '(without-gcing with-pages-pinned in-arena with-allocator-mutex))
+(defparameter *native-zones* '(without-gcing with-pages-pinned in-arena with-allocator-mutex below-callback))
 
 ;;;; Ways to wait, each for what another fiber does
 

@@ -50,6 +50,15 @@
   (:policy :fast-safe)
   (:generator 3 (emit-end-pseudo-atomic)))
 
+;;; What follows each foreign call: signals that came meanwhile are sent again, see
+;;; runtime/fiber-foreign.c. The trap preserves all registers, the call's results among them.
+(defun sb-fiber::emit-end-of-call ()
+  (assemble ()
+    (inst cmp :qword (thread-slot-ea thread-deferred-signals-slot) 0)
+    (inst jmp :e OUT)
+    (inst break pending-interrupt-trap)
+    OUT))
+
 ;;; What MUTEX-%OWNER holds when the running thread or fiber owns a mutex.
 (defknown sb-fiber::%mutex-owner-id () fixnum (flushable))
 (define-vop (sb-fiber::%mutex-owner-id)

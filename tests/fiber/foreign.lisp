@@ -1,0 +1,590 @@
+;;;; Foreign code that holds a lock: what interrupts it, and what is called back from it
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(require :sb-posix)
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* foreign)
+
+;;;; A library of C
+
+;;; The lock tells when the thread that has it wants it again, or another gives it back. Who cannot get it in
+;;; five seconds goes without it, and is counted.
+(defparameter *library* "
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+static pthread_mutex_t lock = PTHREAD_ERRORCHECK_MUTEX_INITIALIZER_NP;
+static volatile int mistakes, calls, go;
+
+static int take(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    t.tv_sec += 5;
+    if (!pthread_mutex_timedlock(&lock, &t)) return 1;
+    __atomic_fetch_add(&mistakes, 1, __ATOMIC_SEQ_CST);
+    return 0;
+}
+
+static void give_back(int taken)
+{
+    if (taken && pthread_mutex_unlock(&lock)) __atomic_fetch_add(&mistakes, 1, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&calls, 1, __ATOMIC_SEQ_CST);
+}
+
+/* How often the sleep was interrupted. */
+static int sleep_for(long microseconds)
+{
+    struct timespec t = { microseconds / 1000000, microseconds % 1000000 * 1000 };
+    int n = 0;
+    while (nanosleep(&t, &t)) ++n;
+    return n;
+}
+
+static void compute(int n) { for (volatile int i = 0; i < n; ++i) free(malloc(100 + i % 1000)); }
+
+int foreign_sleep(long microseconds)
+{
+    int taken = take();
+    int n = sleep_for(microseconds);
+    give_back(taken);
+    return n;
+}
+
+int foreign_compute(int n)
+{
+    int taken = take();
+    compute(n);
+    give_back(taken);
+    return n;
+}
+
+int foreign_call(int (*function)(int), int argument)
+{
+    int taken = take();
+    int result = function(argument);
+    compute(10);
+    give_back(taken);
+    return result;
+}
+
+int foreign_wait(void)
+{
+    int taken = take();
+    while (!go) sleep_for(1000);
+    give_back(taken);
+    return 1;
+}
+
+int foreign_divide(int x, int y) { return x / y; }
+
+void foreign_go(int how) { go = how; }
+int foreign_calls(void) { return calls; }
+/* And whether the lock is taken. */
+int foreign_mistakes(void)
+{
+    int n = mistakes;
+    mistakes = 0;
+    if (pthread_mutex_trylock(&lock)) return n + 1000000;
+    pthread_mutex_unlock(&lock);
+    return n;
+}
+")
+
+(defun load-library ()
+  (let* ((directory (sb-posix:mkdtemp "/tmp/sb-fiber-XXXXXX"))
+         (source (concatenate 'string directory "/foreign.c"))
+         (library (concatenate 'string directory "/foreign.so")))
+    (unwind-protect
+         (progn
+           (with-open-file (out source :direction :output) (write-string *library* out))
+           (sb-ext:run-program "/bin/sh"
+                               (list "-c" (format nil "${CC:-cc} -O1 -shared -fPIC -pthread -o ~A ~A"
+                                                  library source))
+                               :error *error-output*)
+           (sb-alien:load-shared-object library :dont-save t))
+      (sb-ext:delete-directory directory :recursive t))))
+
+(load-library)
+
+(macrolet ((def (lisp-name name result &rest arguments)
+             `(sb-alien:define-alien-routine (,name ,lisp-name) ,result
+                ,@(mapcar (lambda (argument) `(,(gensym) ,argument)) arguments))))
+  (def foreign-sleep "foreign_sleep" sb-alien:int sb-alien:long)
+  (def foreign-compute "foreign_compute" sb-alien:int sb-alien:int)
+  (def foreign-wait "foreign_wait" sb-alien:int)
+  (def foreign-divide "foreign_divide" sb-alien:int sb-alien:int sb-alien:int)
+  (def foreign-go "foreign_go" sb-alien:void sb-alien:int)
+  (def foreign-calls "foreign_calls" sb-alien:int)
+  (def foreign-mistakes "foreign_mistakes" sb-alien:int))
+
+(defvar *called-back*)
+
+(sb-alien:define-alien-callable call-back sb-alien:int ((argument sb-alien:int))
+  (funcall *called-back* argument)
+  argument)
+
+(defun call-in-callback (function &optional (argument 1))
+  "Have foreign code, which holds its lock, call FUNCTION with ARGUMENT. Return the values of that."
+  (let* ((values nil)
+         (*called-back* (lambda (argument)
+                          (setf values (multiple-value-list (funcall function argument))))))
+    (sb-alien:alien-funcall
+     (sb-alien:extern-alien "foreign_call" (function sb-alien:int sb-sys:system-area-pointer sb-alien:int))
+     (sb-alien:alien-sap (sb-alien::alien-callable-function 'call-back)) argument)
+    (values-list values)))
+
+(defmacro no-mistakes (&body body)
+  "Check that BODY leaves the foreign lock free, and that no thread asked for it while it had it."
+  `(progn
+     (foreign-go 0)
+     (foreign-mistakes)
+     (multiple-value-prog1 (progn ,@body)
+       (is (= 0 (foreign-mistakes))))))
+
+;;;; One at a time
+
+(defun zone-here ()
+  (sb-fiber::zone (current-fiber)))
+
+(defun call-while-in-foreign-code (function &optional (call #'foreign-wait))
+  "Call FUNCTION with a fiber that is in CALL, which ends after a tenth of a second; return how that ended, and
+what had been noted."
+  (with-group (group 1)
+    (let* ((started (make-flag)) (notes (make-flag))
+           (fiber (computing-fiber (group started)
+                    (unwind-protect (progn (funcall call)
+                                           (note notes :returned)
+                                           (fiber-yield)
+                                           (note notes :went-on))
+                      (note notes :unwound)))))
+      (sleep 1/50)
+      (funcall function fiber notes)
+      (sleep 1/10)
+      (note notes :go)
+      (foreign-go 1)
+      (values (wait-for-end fiber) (reverse (flag-notes notes))))))
+
+;;; Prevents: a function on top of foreign code that holds a lock.
+(test interrupted-when-the-call-returns
+  (no-mistakes
+    (is (equal '(nil (:go (:interrupted :pinned) :returned :went-on :unwound))
+               (multiple-value-list
+                (call-while-in-foreign-code
+                 (lambda (fiber notes)
+                   (interrupt-fiber fiber (lambda () (note notes (list :interrupted (zone-here))))))))))))
+
+(test several-interruptions-of-one-call
+  (no-mistakes
+    (is (equal '(nil (:go 0 1 2 3 4 :returned :went-on :unwound))
+               (multiple-value-list
+                (call-while-in-foreign-code
+                 (lambda (fiber notes)
+                   (dotimes (i 5)
+                     (let ((i i)) (interrupt-fiber fiber (lambda () (note notes i))))))))))))
+
+;;; Prevents: a lock that nobody gives back.
+(test terminated-when-the-call-returns
+  (no-mistakes
+    (is (equal '(:abort (:go :unwound))
+               (multiple-value-list
+                (call-while-in-foreign-code (lambda (fiber notes)
+                                              (declare (ignore notes))
+                                              (terminate-fiber fiber))))))))
+
+(test time-out-when-the-call-returns
+  (no-mistakes
+    (is (equal '(nil (:go :timed-out :returned :went-on :unwound))
+               (let ((timed-out nil))
+                 (multiple-value-list
+                  (call-while-in-foreign-code
+                   (lambda (fiber notes) (declare (ignore fiber)) (setf timed-out notes))
+                   (lambda ()
+                     (handler-case (sb-ext:with-timeout 1/20 (foreign-wait))
+                       (sb-ext:timeout () (note timed-out :timed-out)))))))))))
+
+(test without-interrupts-too
+  (no-mistakes
+    (is (equal '(nil (:go :back :interrupted :returned :went-on :unwound))
+               (let ((flag nil))
+                 (multiple-value-list
+                  (call-while-in-foreign-code
+                   (lambda (fiber notes)
+                     (setf flag notes)
+                     (interrupt-fiber fiber (lambda () (note notes :interrupted))))
+                   (lambda ()
+                     (sb-sys:without-interrupts
+                       (foreign-wait)
+                       (note flag :back))))))))))
+
+;;; Prevents: a long call whose system calls fail again and again, since somebody asks it whether it is over.
+(test a-call-is-disturbed-once
+  (no-mistakes
+    (with-group (group 1)
+      (let* ((started (make-flag)) (interrupted (make-flag))
+             (fiber (computing-fiber (group started)
+                      (list (foreign-sleep 500000) (flag-value interrupted)))))
+        (sleep 1/10)
+        (interrupt-fiber fiber (lambda () (raise-flag interrupted)))
+        (is (equal '(1 t) (join fiber)))))))
+
+;;; Any handler, not only that of INTERRUPT-FIBER.
+(test handlers-run-when-the-call-returns
+  (let ((notes nil))
+    (sb-sys:enable-interrupt sb-posix:sigvtalrm
+                             (lambda (signal info context)
+                               (declare (ignore signal info context))
+                               (note notes (zone-here))))
+    (unwind-protect
+         (no-mistakes
+           (is (equal '(nil (:go :pinned :returned :went-on :unwound))
+                      (multiple-value-list
+                       (call-while-in-foreign-code
+                        (lambda (fiber flag)
+                          (setf notes flag)
+                          (sb-unix::pthread-kill
+                           (sb-thread::thread-os-thread
+                            (sb-fiber::carrier-thread (sb-fiber::fiber-carrier fiber)))
+                           sb-posix:sigvtalrm)))))))
+      (sb-sys:enable-interrupt sb-posix:sigvtalrm :default))))
+
+;;; Prevents: a fiber that parks on top of foreign code, whose carrier another fiber then runs on.
+(test handlers-of-errors-in-foreign-code-do-not-park
+  (is (eq :native
+          (in-fiber ()
+            (block nil
+              (handler-bind ((error (lambda (condition)
+                                      (declare (ignore condition))
+                                      (return (zone-here)))))
+                (foreign-divide (opaque 1) (opaque 0))))))))
+
+;;;; Callbacks
+
+(test callbacks-do-not-park
+  (no-mistakes
+    (on-carriers (n)
+      (is (equal '(:native nil :free t)
+                 (in-fiber (n)
+                   (multiple-value-bind (zone can-park)
+                       (call-in-callback (lambda (i) (declare (ignore i))
+                                           (values (zone-here) (fiber-can-park-p))))
+                     (list zone can-park (zone-here) (fiber-can-park-p)))))))))
+
+;;; Prevents: two fibers in turn in the same foreign code on one carrier.
+(test others-run-elsewhere-while-a-callback-waits
+  (no-mistakes
+    (on-carriers (n)
+      (is (all-true-p
+           (in-fibers n 20
+                      (lambda (i)
+                        (loop for j below 5
+                              always (call-in-callback
+                                      (lambda (k)
+                                        (let ((thread sb-fiber::*carrier*))
+                                          (ecase (mod (+ i j) 4)
+                                            (0 (fiber-yield))
+                                            (1 (sleep 1/10000))
+                                            (2 (sb-thread:thread-yield) (sleep (opaque 1/10000)))
+                                            (3 (sb-thread:with-mutex ((load-time-value (make-mutex)))
+                                                 (sleep 1/10000))))
+                                          (and (= j k) (eq thread sb-fiber::*carrier*))))
+                                      j)))))))))
+
+(test interrupted-when-the-callers-call-returns
+  (no-mistakes
+    (is (equal '(nil (:go :called-back :interrupted :returned :went-on :unwound))
+               (let ((flag nil))
+                 (multiple-value-list
+                  (call-while-in-foreign-code
+                   (lambda (fiber notes)
+                     (setf flag notes)
+                     (interrupt-fiber fiber (lambda () (note notes :interrupted))))
+                   (lambda ()
+                     (call-in-callback
+                      (lambda (i) (declare (ignore i))
+                        ;; in Lisp, in a wait and in foreign code
+                        (let ((end (+ (get-internal-real-time) (/ internal-time-units-per-second 20))))
+                          (loop until (> (get-internal-real-time) end)))
+                        (sleep 1/20)
+                        (sb-alien:alien-funcall
+                         (sb-alien:extern-alien "usleep" (function sb-alien:int sb-alien:int)) 50000)
+                        (note flag :called-back)))))))))))
+
+(test an-interruption-of-oneself-waits-too
+  (no-mistakes
+    (is (equal '(:after :interrupted)
+               (in-fiber ()
+                 (let ((trace '()))
+                   (call-in-callback (lambda (i) (declare (ignore i))
+                                       (interrupt-fiber (current-fiber) (lambda () (push :interrupted trace)))
+                                       (push :after trace)))
+                   (reverse trace)))))))
+
+;;; Prevents: a deadline that unwinds foreign code.
+(test deadlines-end-no-callback
+  (no-mistakes
+    (is (equal '(:slept :deadline)
+               (in-fiber ()
+                 (let ((trace '()))
+                   (handler-case
+                       (sb-sys:with-deadline (:seconds 1/50)
+                         (call-in-callback (lambda (i) (declare (ignore i))
+                                             (wait-on-semaphore (make-semaphore) :timeout 1/10)
+                                             (push :slept trace)))
+                         (wait-on-semaphore (make-semaphore)))
+                     (sb-sys:deadline-timeout () (push :deadline trace)))
+                   (reverse trace)))))
+    ;; But one of its own does.
+    (is (eq :deadline
+            (in-fiber ()
+              (call-in-callback (lambda (i) (declare (ignore i))
+                                  (handler-case
+                                      (sb-sys:with-deadline (:seconds 1/50)
+                                        (wait-on-semaphore (make-semaphore)))
+                                    (sb-sys:deadline-timeout () :deadline)))))))))
+
+;;; Whoever unwinds a callback himself wants that. Prevents: a fiber that is not interrupted ever after.
+(test callbacks-that-are-unwound
+  (is (equal '(:out :free (:interrupted))
+             (in-fiber ()
+               (let ((trace '()))
+                 (list (catch 'out
+                         (let ((*called-back* (lambda (i) (declare (ignore i))
+                                                (interrupt-fiber (current-fiber)
+                                                                 (lambda () (push :interrupted trace)))
+                                                (throw 'out :out))))
+                           (sb-alien:alien-funcall (sb-alien::alien-callable-function 'call-back) 1)))
+                       (zone-here)
+                       (progn (fiber-yield) trace)))))))
+
+;;;; Calls that may be cut off
+
+(defun foreign-usleep (microseconds)
+  (sb-alien:alien-funcall
+   (sb-alien:extern-alien "usleep" (function sb-alien:int sb-alien:int)) microseconds))
+
+(test interruptible-foreign-calls
+  (no-mistakes
+    (on-carriers (n)
+      (with-group (group n)
+        (let* ((started (make-flag)) (interrupted (make-flag))
+               (fiber (computing-fiber (group started)
+                        (with-interruptible-foreign-calls (loop (foreign-usleep 100000000))))))
+          (sleep 1/50)
+          (interrupt-fiber fiber (lambda () (raise-flag interrupted)))
+          (is-true (wait-until (flag-value interrupted)))
+          (terminate-fiber fiber)
+          (is (eq :abort (wait-for-end fiber))))))))
+
+;;; Neither what is called in an interruption of them, ...
+(test calls-in-an-interruption-are-not-interruptible
+  (no-mistakes
+    (is (equal '(:go :again :back :returned :went-on :unwound)
+               (progn
+                 (nth-value
+                  1
+                  (call-while-in-foreign-code
+                   (lambda (fiber notes)
+                     (interrupt-fiber fiber (lambda ()
+                                              (sb-sys:with-interrupts
+                                                (foreign-wait)
+                                                (note notes :back))
+                                              (throw 'out nil)))
+                     (sleep 1/50)
+                     (interrupt-fiber fiber (lambda () (note notes :again))))
+                   (lambda ()
+                     (catch 'out
+                       (with-interruptible-foreign-calls (foreign-usleep 100000000)))))))))))
+
+;;; ... nor what they call back, if that does not say so as well.
+(test callbacks-of-interruptible-calls
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((started (make-flag)) (trace '())
+             (fiber (spawn (group)
+                      (catch 'out
+                        (with-interruptible-foreign-calls
+                          (let ((*called-back*
+                                  (lambda (i) (declare (ignore i))
+                                    (raise-flag started)
+                                    (sleep 1/10)
+                                    (push :slept trace)
+                                    (with-interruptible-foreign-calls (sleep 3600)))))
+                            (sb-alien:alien-funcall (sb-alien::alien-callable-function 'call-back) 1))))
+                      (zone-here))))
+        (wait-until (flag-value started))
+        (interrupt-fiber fiber (lambda () (push :interrupted trace) (throw 'out nil)))
+        (is (eq :free (join fiber)))
+        (is (equal '(:slept :interrupted) (reverse trace)))))))
+
+;;; Prevents: a fiber that nobody can end, since it waits in the kernel for one of the runtime's own calls.
+(test native-waits-can-be-ended
+  (multiple-value-bind (in out) (sb-unix:unix-pipe)
+    (unwind-protect
+         (let ((mutex (make-mutex)))
+           (grab-mutex mutex)
+           (on-carriers (n)
+             (with-group (group n)
+               (dolist (wait (list (lambda () (sleep 3600))
+                                   (lambda () (sleep 1e6))
+                                   (lambda () (sleep 3601/2))
+                                   (lambda () (grab-mutex mutex))
+                                   (lambda () (wait-on-semaphore (make-semaphore)))
+                                   (lambda () (wait-on-semaphore (make-semaphore) :timeout 3600))
+                                   (lambda () (sb-sys:wait-until-fd-usable in :input))
+                                   (lambda () (sb-unix:unix-read in (sb-sys:int-sap 0) 1))
+                                   (lambda () (fiber-join (spawn (group) (sleep 1/2)))
+                                     (sleep 3600))))
+                 (flet ((ended-p (fiber)
+                          (sleep 1/100)
+                          (terminate-fiber fiber)
+                          (eq :abort (wait-for-end fiber))))
+                   (let ((started (make-flag)))
+                     (is-true (ended-p (computing-fiber (group started)
+                                         (sb-vm::with-code-pages-pinned (:dynamic) (funcall wait))))))
+                   (let ((started (make-flag)))
+                     (is-true (ended-p (computing-fiber (group started)
+                                         (with-interruptible-foreign-calls (funcall wait)))))))))))
+      (sb-unix:unix-close in)
+      (sb-unix:unix-close out))))
+
+;;;; The pool
+
+;;; Prevents: what was abandoned being unwound out of foreign code.
+(test abandoned-calls-return
+  (no-mistakes
+    (on-carriers (n)
+      (let ((unwound (make-flag)) (returned (make-flag)))
+        (with-group (group n)
+          (let* ((started (make-flag))
+                 (fiber (spawn (group)
+                          (call-blocking (lambda ()
+                                           (raise-flag started)
+                                           (unwind-protect (progn (foreign-sleep 200000)
+                                                                  (raise-flag returned))
+                                             (raise-flag unwound)))))))
+            (wait-until (flag-value started))
+            (sleep 1/100)
+            (terminate-fiber fiber)
+            (is (eq :abort (wait-for-end fiber)))
+            (is (not (flag-value unwound)))
+            (is-true (wait-until (flag-value unwound)))
+            (is (not (flag-value returned)))
+            (is (= 0 (foreign-mistakes)))))))))
+
+;;;; All at random
+
+(defun work-in-foreign-code (i)
+  (ecase (mod i 6)
+    (0 (foreign-sleep (random 100)))
+    (1 (foreign-compute (random 100)))
+    (2 (call-in-callback (lambda (j) (declare (ignore j)) (fiber-yield))))
+    (3 (call-in-callback (lambda (j) (declare (ignore j)) (sleep 1/10000))))
+    (4 (call-blocking (lambda () (foreign-compute (random 100)))))
+    (5 (fiber-yield) (foreign-compute 1))))
+
+(defun what-is-interrupted (fiber ran)
+  "A function for FIBER to call, which does what must not be done where a lock of foreign code is held."
+  (lambda ()
+    (unless (eq fiber (current-fiber)) (error "in the wrong fiber"))
+    (count-one ran)
+    (ecase (random 5)
+      (0 (foreign-compute 10))
+      (1 (fiber-yield))
+      (2 (sleep 1/10000))
+      (3 (sb-sys:with-interrupts (foreign-sleep 10) (fiber-yield)))
+      (4 (call-in-callback (lambda (j) (declare (ignore j)) (fiber-yield)))))))
+
+(defun call-in-a-storm (fibers function)
+  "Call FUNCTION with one of FIBERS after the other, until all have ended."
+  (let ((threads (loop repeat 2
+                       collect (make-thread
+                                (lambda ()
+                                  (loop while (some #'fiber-alive-p fibers)
+                                        do (handler-case
+                                               (funcall function (elt fibers (random (length fibers))))
+                                             (sb-thread:interrupt-thread-error () nil))
+                                           (sleep (/ (random 200) 1000000))))))))
+    (mapc #'join-thread threads)))
+
+(test interruptions-of-foreign-code-at-random
+  (on-carriers (n)
+    (no-mistakes
+      (let ((ran (make-flag)))
+        (with-group (group n)
+          (let ((fibers (loop for i below 20
+                              collect (let ((i i))
+                                        (spawn (group)
+                                          (dotimes (j 40 t) (work-in-foreign-code (+ i j))))))))
+            (call-in-a-storm fibers (lambda (fiber)
+                                      (interrupt-fiber fiber (what-is-interrupted fiber ran))))
+            (is (all-true-p (join-all fibers)))))
+        (is (plusp (flag-count ran)))))))
+
+(test time-outs-of-foreign-code-at-random
+  (on-carriers (n)
+    (no-mistakes
+      (let ((timed-out (make-flag)) (calls (foreign-calls)))
+        (is (all-true-p
+             (in-fibers n 40
+                        (lambda (i)
+                          (dotimes (j 40 t)
+                            (handler-case
+                                (sb-ext:with-timeout (/ (1+ (random 20)) 10000)
+                                  (sb-sys:with-deadline (:seconds (/ (1+ (random 20)) 10000))
+                                    (loop (work-in-foreign-code (+ i j)))))
+                              ((or sb-ext:timeout sb-sys:deadline-timeout) () (count-one timed-out))))))))
+        (is (= (* 40 40) (flag-count timed-out)))
+        (is (< calls (foreign-calls)))))))
+
+(test terminations-of-foreign-code-at-random
+  (on-carriers (n)
+    (no-mistakes
+      (dotimes (round 5)
+        (with-group (group n)
+          (let ((fibers (loop for i below 30
+                              collect (let ((i i))
+                                        (spawn (group)
+                                          (loop for j from i do (work-in-foreign-code j)))))))
+            (sleep (/ (random 10) 1000))
+            (dolist (fiber fibers)
+              (loop repeat (random 1000) do (sb-ext:spin-loop-hint))
+              (terminate-fiber fiber))
+            (is (every (lambda (fiber) (eq :abort (wait-for-end fiber))) fibers)))))
+      ;; What they have abandoned comes to its end.
+      (is-true (wait-until (= (sb-fiber::blocking-pool-idle sb-fiber::*blocking-pool*)
+                              (length (sb-fiber::blocking-pool-threads sb-fiber::*blocking-pool*))))))))
+
+(test foreign-code-and-collections
+  (no-mistakes
+    (let* ((stop (make-flag)) (ran (make-flag))
+           (collector (make-thread (lambda ()
+                                     (loop until (flag-value stop)
+                                           do (sb-ext:gc :gen (random 2))
+                                              (sleep 1/1000))))))
+      (unwind-protect
+           (with-group (group 2)
+             (let ((fibers (loop for i below 10
+                                 collect (let ((i i))
+                                           (spawn (group)
+                                             (dotimes (j 40 t)
+                                               (make-list 1000)
+                                               (work-in-foreign-code (+ i j))))))))
+               (call-in-a-storm fibers (lambda (fiber)
+                                         (interrupt-fiber fiber (what-is-interrupted fiber ran))))
+               (is (all-true-p (join-all fibers)))))
+        (raise-flag stop)
+        (join-thread collector)))))
