@@ -127,6 +127,8 @@ ACCEPT-SIGNALS: an interruption could unwind it before it has begun."
 
 ;;;; groups
 
+(define-alien-routine ("fiber_cycles_per_millisecond" %cycles-per-millisecond) (unsigned 40))
+
 (declaim (ftype (sfunction (&optional t &key (:carrier-count t) (:poller t) (:name t)) fiber-group)
                 start-fibers))
 (defun start-fibers (&optional fibers &key carrier-count (poller :one-shot) name)
@@ -180,6 +182,7 @@ registered; there is :ONE-SHOT. NAME is for printing."
 (defun make-running-group (n name)
   (when (equal (posix-getenv "SB_FIBER_FORCE_MIGRATION") "1")
     (setf *force-migration* t))
+  (setf *cycles-per-millisecond* (%cycles-per-millisecond))
   (let ((group (%make-fiber-group (and name (string name)))))
     (without-interrupts
       (atomic-push group *groups*)

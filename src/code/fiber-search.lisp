@@ -18,23 +18,27 @@
 ;;;    who wakes it; SLEEP of its poller is not 0 meanwhile.
 ;;; Why no wake-up is lost between them is told at the head of fiber.lisp.
 
-(defun collect-expired (scheduler)
-  "Unpark the fibers of SCHEDULER whose deadlines have come, interrupt those whose alarms have."
-  (let ((heap (scheduler-deadlines scheduler)))
-    (when (/= (deadline-heap-nearest heap) most-positive-fixnum)
-      (let ((now (fiber-now)))
-        (loop (let ((entry (heap-take-expired heap now)))
-                (cond ((null entry) (return))
-                      ((fiber-p entry) (unpark (truly-the fiber entry)))
-                      (t (ring-alarm (truly-the alarm entry))))))))))
-
-(defun ring-alarm (alarm)
-  (%interrupt-fiber (alarm-fiber alarm) (the function (alarm-function alarm))))
-
 (declaim (inline half-room))
 (defun half-room (queue)
   "Half of the free places of QUEUE, and at least one."
   (max 1 (ash (truly-the fixnum (- run-queue-capacity (run-queue-length queue))) -1)))
+
+;;; What is left stays in the heap, whose nearest deadline then is past: TIME-TO-SLEEP is 0, and the next look
+;;; comes when what is queued has run, or sooner.
+(defun collect-expired (scheduler)
+  "Unpark the fibers of SCHEDULER whose deadlines have come, interrupt those whose alarms have: the earliest,
+no more than the queue has room for."
+  (let ((heap (scheduler-deadlines scheduler)))
+    (when (/= (deadline-heap-nearest heap) most-positive-fixnum)
+      (let ((now (fiber-now)))
+        (loop repeat (half-room (scheduler-queue scheduler))
+              do (let ((entry (heap-take-expired heap now)))
+                   (cond ((null entry) (return))
+                         ((fiber-p entry) (unpark (truly-the fiber entry)))
+                         (t (ring-alarm (truly-the alarm entry))))))))))
+
+(defun ring-alarm (alarm)
+  (%interrupt-fiber (alarm-fiber alarm) (the function (alarm-function alarm))))
 
 (defun collect-reports (scheduler nanoseconds)
   "Unpark the fibers of SCHEDULER whose descriptors are ready; wait for NANOSECONDS if none is."
@@ -79,7 +83,9 @@ return that, or NIL if there is none."
 
 (defun look-around (scheduler)
   "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or NIL."
-  (setf (scheduler-turns scheduler) 0)
+  (setf (scheduler-turns scheduler) 0
+        (scheduler-next-reading scheduler) 1
+        (scheduler-looked scheduler) (%cycle-count))
   (collect-expired scheduler)
   (collect-reports scheduler 0)
   (let ((group (truly-the fiber-group (scheduler-group scheduler))))

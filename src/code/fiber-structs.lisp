@@ -46,6 +46,8 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   (pin-count 0 :type fixnum)
   ;; Why it is parked: a symbol, or the object that it waits for.
   (wait-reason nil)
+  ;; The cycle count when it was last left, or a few turns before.
+  (left 0 :type sb-vm:word)
   ;; The link of the chains of fibers that can run: an injector, an inbox. The other is
   ;; that of chains of waiters. Two, since a deadline makes a fiber runnable that is still
   ;; in a chain of waiters, from which it takes itself out when it runs.

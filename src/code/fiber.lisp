@@ -101,11 +101,18 @@
 ;;;; process, see SCHEDULER-BUG. The handlers of RUN-PENDING-HANDLERS are no scheduler code.
 ;;;;
 ;;;; Fairness. A scheduler serves its queue in order; after at most T = +TURNS-PER-POLL+ fibers it
-;;;; looks at its deadlines, its poller and the injector. All that it finds is queued behind what
-;;;; waits already, but for one fiber: the first of the injector runs next, even if the queue has
-;;;; no room. So a fiber in a queue runs after the Q < 256 in front of it and at most Q/T + 1
-;;;; of those; one in an injector behind P others after (P + 1) * (T + 1) turns of a scheduler. That is
-;;;; the worst case, of fibers that wake each other and so fill the queue for ever. One that
+;;;; looks at its deadlines, its poller and the injector. It does so sooner if a millisecond is over: in
+;;;; the next switch if fibers compute all the time, at the latest in the eighth (+TURNS-PER-READING+) if
+;;;; they have just begun to. All that it finds is queued behind what waits already, but for one fiber:
+;;;; the first of the injector runs next, even if the queue has no room. So a fiber in a queue runs after
+;;;; the Q < 256 in front of it and at most Q/T + 1 of those, or Q + 1 if each computes for a millisecond;
+;;;; one in an injector behind P others after (P + 1) * (T + 1) turns of a scheduler. Of the deadlines
+;;;; that have come, and of the reports, it serves at a look as many as fill half of the room in the
+;;;; queue, R = (256 - Q) / 2 rounded down, but at least one: however many come together, they hold up
+;;;; others for no longer than 128 wake-ups take. A deadline that has come behind D others is served at
+;;;; the look number D/R + 1, that is within (D/R + 1) * (T + 1) turns. A scheduler whose queue is empty
+;;;; looks at once, and one that has left deadlines does not sleep. This is the worst case,
+;;;; of fibers that wake each other and so fill the queue for ever. One that
 ;;;; yields while the injector holds any goes to its end, so that the queue drains, and N fibers
 ;;;; that only yield all get their turn within 2 * N + 256 turns of a single carrier.
 ;;;;
@@ -134,6 +141,13 @@
 ;;;; schedulers, carriers, groups
 
 (defconstant +turns-per-poll+ 61)
+;;; Reading the cycle counter takes a sixth of the time of a switch, and so it is not read in each.
+(defconstant +turns-per-reading+ 8)
+;;; Set by each group at its start. Where cycle counters do not agree, or run at another speed by now, a
+;;; scheduler looks around too often, or after +TURNS-PER-POLL+ fibers.
+(deftype cycles-per-millisecond () '(unsigned-byte 40))
+(declaim (type cycles-per-millisecond *cycles-per-millisecond*))
+(define-load-time-global *cycles-per-millisecond* (1- (ash 1 40)))
 ;;; What a fiber may spend before it lets others go on.
 (defconstant +turn+ 1024)
 (defconstant +call-cost+ 32)
@@ -146,6 +160,11 @@
   (queue (make-run-queue) :type run-queue :read-only t)
   (deadlines (make-deadline-heap) :type deadline-heap :read-only t)
   (turns 0 :type fixnum)
+  ;; The cycle count when it last looked around; when the counter was last read, and in which turn it is to be
+  ;; read again.
+  (looked 0 :type word)
+  (read 0 :type word)
+  (next-reading 1 :type fixnum)
   ;; How often it has taken work from others.
   (steals 0 :type fixnum))
 (declaim (freeze-type scheduler))
@@ -469,10 +488,33 @@ for interruptions next has been seen to be mounted by those who have queued none
 (defun live-signal-context-p ()
   (/= *free-interrupt-context-index* 0))
 
-(declaim (inline next-in-turn))
+(declaim (inline cycles-since next-in-turn))
+(defun cycles-since (before now)
+  (declare (word before now))
+  (logand (- now before) most-positive-word)) ; many if another processor's counter is behind
+
+(declaim (ftype (sfunction (scheduler fixnum) boolean) time-to-look-p))
+(defun time-to-look-p (scheduler turns)
+  "True if SCHEDULER, in whose turn number TURNS the cycle counter is to be read, is to look around. If not,
+the counter is read again in the next turn, if as many as are made without reading could take too long."
+  (let* ((now (%cycle-count))
+         (used (cycles-since (scheduler-looked scheduler) now))
+         (limit *cycles-per-millisecond*))
+    (setf (scheduler-read scheduler) now)
+    (or (> turns +turns-per-poll+)
+        (> used limit)
+        (let* ((used (truly-the cycles-per-millisecond used))
+               (left (truly-the cycles-per-millisecond (- limit used)))
+               (fast (<= (* +turns-per-reading+ used) (* (truly-the (mod 64) turns) left))))
+          (setf (scheduler-next-reading scheduler)
+                (min (1+ +turns-per-poll+) (+ turns (if fast +turns-per-reading+ 1))))
+          nil))))
+
 (defun next-in-turn (carrier scheduler)
   "The next fiber to run, or NIL if it is time to look around, or nothing is queued."
-  (unless (or (> (incf (scheduler-turns scheduler)) +turns-per-poll+)
+  (unless (or (let ((turns (incf (scheduler-turns scheduler))))
+                (and (>= turns (scheduler-next-reading scheduler))
+                     (time-to-look-p scheduler turns)))
               (carrier-inbox carrier))
     (or (run-queue-take (scheduler-queue scheduler))
         (and *force-migration*
@@ -490,6 +532,7 @@ it is resumed."
          (next (and scheduler (next-in-turn carrier scheduler))))
     (setf (carrier-predecessor carrier) fiber
           (carrier-action carrier) action
+          (fiber-left fiber) (if scheduler (scheduler-read scheduler) (%cycle-count))
           (fiber-carrier fiber) nil)
     (when *force-migration* (setf (fiber-last-carrier fiber) carrier))
     (if next

@@ -68,6 +68,22 @@
   (:result-types tagged-num)
   (:generator 1 (inst mov id (thread-slot-ea thread-mutex-owner-id-slot))))
 
+;;; The cycle counter of the processor, read when it suits that: no other instruction is waited for.
+;;; (%READ-CYCLE-COUNTER waits for all, by CPUID, which on a virtual machine takes as long as many switches.)
+(defknown sb-fiber::%cycle-count () word ())
+(define-vop (sb-fiber::%cycle-count)
+  (:translate sb-fiber::%cycle-count)
+  (:policy :fast-safe)
+  (:temporary (:sc unsigned-reg :offset rax-offset) rax)
+  (:temporary (:sc unsigned-reg :offset rdx-offset) rdx)
+  (:results (count :scs (unsigned-reg)))
+  (:result-types unsigned-num)
+  (:generator 5
+    (inst rdtsc)
+    (inst shl rdx 32)
+    (inst or rax rdx)
+    (move count rax)))
+
 ;;; Read a byte for the fault that it may cause.
 (defknown sb-fiber::%touch (system-area-pointer) (values) ())
 (define-vop (sb-fiber::%touch)
