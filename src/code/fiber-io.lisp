@@ -97,7 +97,9 @@ kernel refuses to watch it. With interrupts off."
                (or (>= file 0) (same-file-p cell file) (not (remove-waiter cell fiber direction))))
     (return-from wait-for-fd :closed))
   (loop
-    (park cell deadline)
+    (park (or *waited-for*
+              (if (= direction +input+) (fd-cell-reading cell) (fd-cell-writing cell)))
+          deadline)
     (let ((result (fiber-wait-result fiber)))
       (cond ((eq result :closing) (setf deadline nil)) ; the closer is about to let go
             (result (return (outcome-of-wait result)))
@@ -324,7 +326,8 @@ is ready, :REFUSED if there can be no such set, else NIL: look again."
             ((= set -2) (with-local-interrupts (park-until deadline))
                         nil)
             ((logtest set (ash 1 40))
-             (unwind-protect (with-local-interrupts (park-on-fd fd +input+ deadline))
+             (unwind-protect (waiting-for :poll
+                               (with-local-interrupts (park-on-fd fd +input+ deadline)))
                (sb-unix:unix-close fd))
              nil)
             (t (with-local-interrupts (park-on-fd fd (ldb (byte 2 32) set) deadline))
@@ -371,8 +374,8 @@ wait itself."
 ;;; Of local sockets the kernel does not always tell when there is room in a queue of the other end's: that of
 ;;; a listener, to whom wants to connect, and that of a receiver of datagrams, to a sender who is not connected,
 ;;; and whose own socket it says to be writable.
-(defun await-room-elsewhere ()
-  (park-until (nanoseconds-from-now 10000000)))
+(defun await-room-elsewhere (cell)
+  (park-until (nanoseconds-from-now 10000000) (fd-cell-writing cell)))
 
 (defmacro with-parking ((fd direction &key (when t)) &body call)
   "The value of CALL, a system call on FD that returns -1 and sets errno if it fails. While it fails
@@ -407,7 +410,7 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
                  (return result))
                (with-interrupts
                  (if (and (> tries 2) (eq direction :output) (not (stream-socket-p fd)))
-                     (await-room-elsewhere)
+                     (await-room-elsewhere cell)
                      (park-on-file cell file (direction-number direction) nil)))))))
 
 (defun call-natively (function fd direction when)
@@ -502,7 +505,7 @@ errno if it fails."
                (park-on-file cell file +output+ nil)
                (return (finish-connecting fd address size)))
               ((and (= errno sb-unix:ewouldblock) (local-address-p address))
-               (await-room-elsewhere))
+               (await-room-elsewhere cell))
               (t (return -1)))))))
 
 (defun finish-connecting (fd address size)

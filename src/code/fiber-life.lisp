@@ -35,10 +35,7 @@ FIBER-FAILED-CAUSE is that error."))
   (print-unreadable-object (fiber stream :type t :identity t)
     (multiple-value-bind (state reason) (fiber-state fiber)
       (format stream "~@[~S ~]~(~A~)~@[ on ~A~]" (fiber-%name fiber) state
-              (typecase reason
-                (null nil)
-                ((cons (eql :descriptor) cons) (format nil "descriptor ~D" (second reason)))
-                (t reason)))
+              (wait-reason-in-words reason))
       (when (eq state :finished)
         (print-values (fiber-result fiber) stream)))))
 
@@ -100,19 +97,51 @@ to which they are bound in the fiber."
 (declaim (ftype (sfunction (fiber) (values symbol t)) fiber-state))
 (defun fiber-state (fiber)
   "The state of FIBER: :NEW, :RUNNABLE, :RUNNING, :PARKED, :FINISHED, or :ABORTED, and
-as second value what it waits for if it is parked: a mutex, (:DESCRIPTOR number), :SLEEP, :WORD for
-what else threads wait for, or the REASON of FIBER-PARK. It may have changed when this returns."
+as second value what it waits for if it is parked: a list of a keyword and an object, such as (:MUTEX mutex),
+(:CONDITION-VARIABLE waitqueue), (:SEMAPHORE semaphore), (:JOIN thread), (:GATE gate), (:MAILBOX mailbox),
+(:READ descriptor), (:WRITE descriptor), (:CALL-BLOCKING function); a keyword if there is no object, such as
+:SLEEP, :DEBUGGER, :POLL; or the REASON of FIBER-PARK. It may have changed when this returns."
   (let ((phase (fiber-phase-only fiber)))
     (cond ((= phase +new+) (values :new nil))
           ((= phase +dead+) (values (if (listp (fiber-result fiber)) :finished :aborted) nil))
           ((= phase +active+) (values (if (fiber-carrier fiber) :running :runnable) nil))
           (t (values :parked (what-it-waits-for fiber))))))
 
+;;; Who parks for an object gives just that as a reason, so as not to allocate; the keyword is found when somebody
+;;; asks. An object that a user gives is in a USER-REASON.
+(defstruct (user-reason (:constructor make-user-reason (object))
+                        (:copier nil))
+  (object nil :read-only t))
+(declaim (freeze-type user-reason))
+
 (defun what-it-waits-for (fiber)
   (let ((reason (fiber-wait-reason fiber)))
-    (if (fd-cell-p reason)
-        (list :descriptor (fd-cell-fd reason))
-        reason)))
+    (typecase reason
+      (user-reason (user-reason-object reason))
+      (function (list :call-blocking reason))
+      (sb-thread:thread (list :join reason))
+      (sb-thread:waitqueue (list :condition-variable reason))
+      (fiber-group (list :group reason))
+      ;; A lock, or what a contributed module calls so.
+      (structure-object (list (keywordicate (type-of reason)) reason))
+      (t reason))))
+
+(defun wait-reason-in-words (reason)
+  "REASON, a second value of FIBER-STATE, as it is printed."
+  (if (typep reason '(cons keyword (cons t null)))
+      (format nil "~(~A~)~@[ ~S~]" (first reason) (name-of-waited-for (second reason)))
+      reason))
+
+(defun name-of-waited-for (object)
+  (typecase object
+    ((or string number symbol) object)
+    (function (%fun-name object))
+    (sb-thread:thread (sb-thread:thread-name object))
+    (sb-thread:semaphore (sb-thread:semaphore-name object))
+    (structure-object
+     (let ((slot (find "NAME" (dd-slots (layout-dd (%instance-layout object)))
+                       :key #'dsd-name :test #'string=)))
+       (and slot (%instance-ref object (dsd-index slot)))))))
 
 (declaim (ftype (sfunction (fiber) boolean) fiber-alive-p))
 (defun fiber-alive-p (fiber)
@@ -362,7 +391,8 @@ are over before."
     (until-time-limit (limit timeout)
       (unless (= (sap-ref-32 (int-sap address) 0) value) (return t))
       ;; Also for no time: who polls lets others run.
-      (multiple-value-call #'wait-on-word address value (time-left limit)))))
+      (waiting-for object
+        (multiple-value-call #'wait-on-word address value (time-left limit))))))
 
 ;;;; interrupting
 
@@ -405,7 +435,8 @@ who look at the fiber."
   (let ((fiber (truly-the fiber *current-thread*)))
     (until-time-limit (limit timeout)
       (when (= (cas (fiber-user-permit fiber) 1 0) 1) (return t))
-      (without-interruptions (park reason limit)) ; also for no time: who polls lets others run
+      (without-interruptions ; also for no time: who polls lets others run
+        (park (if (typep reason '(or function instance)) (make-user-reason reason) reason) limit))
       (see-interruptions fiber))))
 
 (declaim (ftype (sfunction (fiber) null) fiber-unpark))

@@ -236,10 +236,10 @@ it must not leave its carrier, give the carrier's work to another."
 
 ;;; With a time-out it is a cons on the stack of FIBER, which nobody else may look into.
 (defun what-is-waited-for (fiber)
-  (let ((object (sb-thread::thread-waiting-for fiber)))
-    (cond ((consp object) (cdr object))
-          (object)
-          (t :word))))
+  (or *waited-for*
+      (let ((object (sb-thread::thread-waiting-for fiber)))
+        (if (consp object) (cdr object) object))
+      :futex)) ; its user calls FUTEX-WAIT himself
 
 ;;; The bucket is told before the kernel: a waker who finds nobody makes no system call.
 (defun wait-natively (address expected to-sec to-usec)

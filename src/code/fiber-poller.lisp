@@ -191,6 +191,9 @@ With interrupts off."
   (input-poller 0 :type (mod #.max-pollers))
   (output-poller 0 :type (mod #.max-pollers))
   (arming 0 :type (unsigned-byte 3))
+  ;; What those who wait say that they wait for.
+  (reading (list :read fd) :type list :read-only t)
+  (writing (list :write fd) :type list :read-only t)
   (known-to 0 :type (unsigned-byte 62)))
 (declaim (freeze-type fd-cell))
 

@@ -207,9 +207,11 @@ its carrier, FUNCTION is just called."
   (queue-call (make-blocking-call function)))
 
 (defun wait-for-call (call)
-  (queue-call call)
-  (with-pinned-objects (call)
-    (wait-while-equal call (blocking-call-ended-address call) 0 nil)))
+  (let ((function (blocking-call-function call))) ; END-CALL forgets it
+    (queue-call call)
+    (with-pinned-objects (call)
+      (waiting-for function
+        (wait-while-equal call (blocking-call-ended-address call) 0 nil)))))
 
 (defun abandon-call (call)
   "Nobody waits for CALL any more, if it has not ended."

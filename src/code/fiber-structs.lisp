@@ -44,7 +44,7 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   ;; The carrier that ran it last, if migration is forced.
   (last-carrier nil)
   (pin-count 0 :type fixnum)
-  ;; Why it is parked: a symbol, or the object that it waits for.
+  ;; What it waits for while it is parked, see WHAT-IT-WAITS-FOR.
   (wait-reason nil)
   ;; The cycle count when it was last left, or a few turns before.
   (left 0 :type sb-vm:word)
@@ -70,6 +70,17 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   (failure nil))
 
 (declaim (sb-ext:freeze-type fiber sb-thread:thread))
+
+;;; What the running fiber is going to wait for, if that is made of what it then waits for in the parking lot, as
+;;; a semaphore is of a condition variable: what was bound first is what its user knows. Bound only
+;;; where there has been something to wait for, and so nothing is kept alive by it, and no fast path is longer.
+#-sb-xc-host
+(sb-impl:define-thread-local *waited-for* nil)
+
+#-sb-xc-host
+(defmacro waiting-for (object &body body)
+  "Execute BODY, which waits for OBJECT: a fiber that parks in it says so to those who look at it."
+  `(let ((*waited-for* (or *waited-for* ,object))) ,@body))
 
 ;;; The carrier that the current OS thread is, or NIL. No fiber binds it, so it does not
 ;;; go along when a fiber goes elsewhere.

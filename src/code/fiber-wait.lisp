@@ -160,7 +160,8 @@ until TIMEOUT seconds are over: then return NIL. The deadline of WITH-DEADLINE i
     (sb-unix::with-interrupt-bindings
       (sb-thread::without-thread-waiting-for (:already-without-interrupts t)
         (allow-with-interrupts
-          (funcall (or sb-thread::*interrupt-handler* #'funcall) function))))))
+          (let ((*waited-for* nil)) ; what FUNCTION waits for is its own affair
+            (funcall (or sb-thread::*interrupt-handler* #'funcall) function)))))))
 
 (defun run-interruptions (fiber)
   (loop
@@ -248,12 +249,12 @@ if it enables interrupts or exits non-locally, as in a thread."
 
 ;;;; the simplest things to wait for
 
-(defun park-until (deadline)
+(defun park-until (deadline &optional (reason :sleep))
   "Park until DEADLINE, or for ever if it is NIL. Interruptions run, and the wait goes on."
   (let ((fiber (truly-the fiber *current-thread*)))
     ;; Once at least: (SLEEP 0) in a loop lets others run.
     (loop
-      (without-interruptions (park :sleep deadline))
+      (without-interruptions (park reason deadline))
       (see-interruptions fiber)
       (when (deadline-passed-p deadline) (return)))))
 

@@ -240,7 +240,7 @@
       (is (not (member fiber (list-all-fibers))))
       (is (stringp (princ-to-string group)))
       (is (stringp (princ-to-string fiber))))
-    (let ((fiber (spawn (group) (fiber-park :reason '(:descriptor . 5)))))
+    (let ((fiber (spawn (group) (fiber-park :reason '(:reading . 5)))))
       (wait-until-parked fiber)
       (is (search "5" (princ-to-string fiber)))
       (fiber-unpark fiber))))

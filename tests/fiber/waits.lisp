@@ -152,7 +152,7 @@
     (dolist (timeout '(nil 30))
       (let ((waiter (spawn (group) (catch 'enough (grab-mutex mutex :timeout timeout)))))
         (wait-until-parked waiter)
-        (is (eq mutex (nth-value 1 (fiber-state waiter))))
+        (is (equal (list :mutex mutex) (nth-value 1 (fiber-state waiter))))
         (is (search "parked" (princ-to-string waiter)))
         (interrupt-fiber waiter (lambda () (throw 'enough :enough)))
         (is (eq :enough (join waiter)))))))

@@ -232,7 +232,7 @@
 ;;; accept(2) on a socket that does not wait
 (defun steps::would-wait-p (result) (= result -1))
 (defun steps::nonblocking-by-us-p (fd) (declare (ignore fd)) t)
-(defun steps::await-room-elsewhere ())
+(defun steps::await-room-elsewhere (cell) (declare (ignore cell)))
 
 ;;;; epoll(7) with this number, which is always ready, for READY; a file that is closed is not armed any more
 
