@@ -123,8 +123,8 @@ Signals DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
           (:timeout (return nil))
           ((:interrupted :again))
           (:closed (error 'descriptor-closed :descriptor (fd-cell-fd cell)))
-          (t (error "~@<The kernel does not watch file descriptor ~D: ~A~:@>"
-                    (fd-cell-fd cell) (strerror result))))))))
+          (t (error "~@<The kernel does not watch file descriptor ~D: ~A~@[. ~@?~]~:@>"
+                    (fd-cell-fd cell) (strerror result) (remedy result))))))))
 
 (defun park-on-fd (fd direction deadline)
   "PARK-ON-FILE for the file for which FD stands now."

@@ -91,8 +91,27 @@ descriptor left."
 
 (defun check-descriptor (fd what)
   (when (minusp fd)
-    (error "The kernel makes no ~A: ~A" what (strerror (get-errno))))
+    (let ((errno (get-errno)))
+      (error "~@<The kernel makes no ~A: ~A~@[. ~@?~]~:@>" what (strerror errno) (remedy errno))))
   fd)
+
+(defconstant errno-enomem 12)
+(defconstant errno-enfile 23)
+(defconstant errno-emfile 24)
+(defconstant errno-enospc 28)
+
+(defun remedy (errno)
+  "What to raise if the kernel watches no descriptor because of ERRNO: a format control, or NIL."
+  (cond ((= errno errno-emfile)
+         "The process has as many descriptors as it may have, of which each carrier takes two: raise the ~
+          limit by `ulimit -n' (RLIMIT_NOFILE).")
+        ((= errno errno-enfile)
+         "There are as many open files as the system may have: raise the sysctl fs.file-max.")
+        ((= errno errno-enospc)
+         "The user watches as many descriptors by epoll as he may: raise the sysctl ~
+          fs.epoll.max_user_watches.")
+        ((= errno errno-enomem)
+         "The kernel has no memory for it.")))
 
 (defun close-poller (poller)
   "Give back the memory, the descriptors and the number of POLLER, which may have no descriptors yet."
