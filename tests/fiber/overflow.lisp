@@ -122,6 +122,17 @@
                                       append (loop for way in *ways* collect (exhausted-p way))))))
             "~D bytes" size)))))
 
+;;; The report is read elsewhere, when the fiber has ended.
+(test the-report-says-what-to-enlarge
+  (with-group (group 1)
+    (dolist (type '(sb-kernel::control-stack-exhausted sb-kernel::binding-stack-exhausted))
+      (let ((text (princ-to-string
+                   (join (spawn (group :stack-size 131072)
+                           (handler-case (funcall (cdr (assoc type *ways*)))
+                             (storage-condition (condition) condition)))))))
+        (dolist (part '(":STACK-SIZE" "MAKE-FIBER" "*DEFAULT-STACK-SIZE*" "131072"))
+          (is (search part text) "~A" text))))))
+
 ;;; Prevents: a stack that is smaller after the first overflow, or after it has had another user.
 (test same-depth-each-time
   (on-carriers (n :counts '(1 2) :migration '(nil))
