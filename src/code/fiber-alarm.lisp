@@ -21,21 +21,22 @@
 ;;; A timer of a fiber that has not been submitted, or has ended, is in *SCHEDULE*: that
 ;;; fiber has no scheduler.
 
-(defun scheduler-for-alarm (fiber)
-  "A scheduler of the group of FIBER, which is neither new nor dead; if possible that of this thread."
-  (let ((group (truly-the fiber-group (fiber-group fiber))))
-    (or (my-scheduler group)
-        (svref (fiber-group-schedulers group) 0))))
+(defun scheduler-for-alarm (group)
+  "A scheduler of GROUP; if possible that of this thread."
+  (declare (fiber-group group))
+  (or (my-scheduler group)
+      (svref (fiber-group-schedulers group) 0)))
 
 (defun set-alarm (timer)
   "Schedule TIMER, which is not scheduled, if its thread is a fiber that has a scheduler. Return false if
 it is to be scheduled otherwise."
-  (let ((fiber (sb-impl::%timer-thread timer)))
-    (when (and (fiber-p fiber) (fiber-group fiber) (fiber-alive-p fiber))
+  (let* ((fiber (sb-impl::%timer-thread timer))
+         (group (and (fiber-p fiber) (fiber-group fiber)))) ; which it may lose now, by ending
+    (when (and group (fiber-alive-p fiber))
       (let ((alarm (or (sb-impl::%timer-alarm timer)
                        (setf (sb-impl::%timer-alarm timer) (make-alarm fiber timer)))))
         (setf (alarm-function alarm) (sb-impl::%timer-interrupt-function timer))
-        (enter-time (scheduler-for-alarm fiber) alarm (expiry timer)))
+        (enter-time (scheduler-for-alarm group) alarm (expiry timer)))
       t)))
 
 (defun expiry (timer)

@@ -28,9 +28,9 @@
 
 (defun any-poller (fiber)
   "A poller of the group of FIBER, or NIL if that has none any more."
-  (let ((schedulers (fiber-group-schedulers (fiber-group fiber))))
-    (when (eq (fiber-group-state (fiber-group fiber)) :running)
-      (scheduler-poller (svref schedulers 0)))))
+  (let ((group (fiber-group fiber)))    ; NIL if it has ended since it was seen to wait
+    (when (and group (eq (fiber-group-state group) :running))
+      (scheduler-poller (svref (fiber-group-schedulers group) 0)))))
 
 (defun make-schedulers (group n)
   "A vector of N schedulers for GROUP; none is left over if there are not enough descriptors."

@@ -240,6 +240,7 @@ that runs no fiber this is PROGN."
         (fiber-initial-bindings fiber) nil
         (fiber-interruptions fiber) nil
         (sb-thread::thread-waiting-for fiber) nil)
+  (forget-surroundings fiber)
   (loop (let ((phase (fiber-phase fiber)))
           (when (phase-becomes-p fiber phase +dead+) (return))))
   ;; Who has joined it must not find it among the living.
@@ -252,6 +253,19 @@ that runs no fiber this is PROGN."
   (when (= (ldb (byte 32 0) (atomic-decf (fiber-group-population group))) 1)
     (with-pinned-objects (group)
       (wake-on-word (fiber-group-population-address group) (ash 1 29)))))
+
+;;; Who keeps a fiber that has ended for the sake of its values keeps nothing else. Others may have FIBER in their
+;;; hands still: they must not take its group for there.
+(defun forget-surroundings (fiber)
+  (setf (fiber-group fiber) nil
+        (fiber-home fiber) nil
+        (fiber-last-carrier fiber) nil
+        (fiber-heap fiber) nil
+        (fiber-next fiber) nil
+        (fiber-wait-next fiber) nil
+        (fiber-wait-previous fiber) nil
+        (fiber-wait-word fiber) nil
+        (fiber-wait-reason fiber) nil))
 
 ;;; Called by the runtime in place of what ran into the hard guard.
 (defun fiber-stack-lost ()

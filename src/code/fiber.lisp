@@ -534,7 +534,7 @@ it is resumed."
           (carrier-action carrier) action
           (fiber-left fiber) (if scheduler (scheduler-read scheduler) (%cycle-count))
           (fiber-carrier fiber) nil)
-    (when *force-migration* (setf (fiber-last-carrier fiber) carrier))
+    (when (and *force-migration* (neq action :end)) (setf (fiber-last-carrier fiber) carrier))
     (if next
         (mount carrier (context-of fiber) (truly-the fiber next))
         (%switch-context (context-of fiber) (int-sap (carrier-context carrier))))
