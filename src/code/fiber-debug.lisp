@@ -26,6 +26,58 @@
     ;; No interruption: there is nothing left to which it could unwind.
     (without-interrupts (sb-thread::%delete-thread-from-session fiber))))
 
+;;; Without the lock: the list is changed by DELETE and APPEND, and one who has just left it or joined it may be
+;;; missed or not. This is called whenever somebody looks for a restart.
+(defun others-in-debugger ()
+  "A list of other fibers that wait for the foreground, as a rule to enter the debugger."
+  (loop for thread in (sb-thread::session-interactive-threads sb-thread::*session*)
+        when (and (fiber-p thread) (neq thread *current-thread*)) collect thread))
+
+(defun report-abort-all (stream)
+  (let ((n (length (others-in-debugger))))
+    (format stream "~@<abort this fiber and ~[~;the other one~:;the ~:*~D others~] that wait~[~;s~:;~] ~
+                    for the debugger~:@>" n n)))
+
+;;; What the restart ABORT-ALL does.
+(defun abort-all-in-debugger ()
+  (dolist (fiber (others-in-debugger))
+    (%interrupt-fiber fiber #'sb-thread:abort-thread))
+  (sb-thread:abort-thread))
+
+;;; The error was announced when the fiber began to wait for the foreground, long ago perhaps, and before those
+;;; of other fibers.
+(defun note-debugger-entry (condition restarts)
+  "Called when the debugger for CONDITION has got the foreground, before it shows RESTARTS. Returns the restarts
+that there are now."
+  (let ((others (others-in-debugger)))
+    (when (in-fiber-p)
+      (ignore-errors (sb-debug::%print-debugger-invocation-reason condition *debug-io*))
+      ;; Those who wait now did not when RESTARTS were computed.
+      (setf restarts (compute-restarts condition)))
+    (print-frames-of-blocking-call condition *debug-io*)
+    (when others
+      (format *debug-io* "~&~D other fiber~:P wait~[~;s~:;~] for the debugger:~%~{  ~A~%~}~@[  and ~D more~%~]"
+              (length others) (length others)
+              (subseq others 0 (min 10 (length others)))
+              (and (> (length others) 10) (- (length others) 10))))
+    restarts))
+
+;;; An error in a call for CALL-BLOCKING is signalled in the fiber when the thread that made the call has
+;;; unwound it. Where it was signalled first is kept until it has been handled or reported: a cons of the condition
+;;; and a list of frames.
+(defvar *failure-of-blocking-call* nil)
+
+(defun print-frames-of-blocking-call (condition stream)
+  "If CONDITION is from a call that CALL-BLOCKING has made, print where it was signalled there."
+  (when (eq condition (car *failure-of-blocking-call*))
+    (let ((*suppress-print-errors* 'error) ; else the rest of the report would be lost
+          (*print-length* 8)
+          (*print-level* 4))
+      (format stream "~&The function given to CALL-BLOCKING signalled it here, in a thread:~%~
+                      ~:{~D: ~S~%~}~%"
+              (loop for frame in (cdr *failure-of-blocking-call*)
+                    for i from 0 collect (list i frame))))))
+
 ;;; SIGINT makes the foreground thread call a function that looks at the context of a signal.
 ;;; A fiber calls it where it is parked, and may have none.
 (defun break-where-parked ()
@@ -54,5 +106,6 @@
       (let ((*print-readably* nil))
         (format *error-output* "~&~@<Unhandled ~S in ~S, which ends: ~2I~_~A~:>~2%"
                 (type-of condition) fiber condition)
+        (print-frames-of-blocking-call condition *error-output*)
         (sb-debug:print-backtrace :stream *error-output* :count 100 :emergency-best-effort t)
         (finish-output *error-output*)))))

@@ -23,7 +23,7 @@
 (define-condition fiber-failed (sb-thread:join-thread-error)
   ((cause :initarg :cause :reader fiber-failed-cause))
   (:report (lambda (condition stream)
-             (format stream "Joining ~S failed: it ended with~@:_~@<  ~@;~A~:>"
+             (format stream "Joining ~S failed: it ended with~%~@<  ~@;~A~:>"
                      (sb-thread:thread-error-thread condition)
                      (fiber-failed-cause condition))))
   (:documentation "Signalled by FIBER-JOIN when the fiber was ended by an error that nothing handled.
@@ -202,7 +202,12 @@ that runs no fiber this is PROGN."
       (catch 'sb-thread::%abort-thread
         (restart-bind ((abort (lambda () (throw 'sb-thread::%abort-thread nil))
                          :report-function
-                         (lambda (stream) (format stream "~@<abort fiber (~a)~@:>" fiber))))
+                         (lambda (stream) (format stream "~@<abort fiber (~a)~@:>" fiber)))
+                       (abort-all #'abort-all-in-debugger
+                         :report-function #'report-abort-all
+                         :test-function (lambda (condition)
+                                          (declare (ignore condition))
+                                          (others-in-debugger))))
           ;; Bound inside of all tags: an interruption that came between the end of a tag and a
           ;; SETQ would throw to a tag that is no more.
           (let ((*interrupts-enabled* t))

@@ -48,6 +48,8 @@
   ;; or :UNWOUND
   (outcome :unwound :type symbol)
   (result nil)
+  ;; If it has :FAILED, the frames from its function to the error.
+  (frames '() :type list)
   ;; 1 when it is :ENDED
   (ended 0 :type word))
 (declaim (freeze-type blocking-call))
@@ -156,13 +158,21 @@
   ;; The debugger is what remains if no handler wants a condition that ERROR signals.
   (let ((*invoke-debugger-hook* (lambda (condition hook)
                                   (declare (ignore hook))
-                                  (setf (blocking-call-result call) condition
+                                  (setf (blocking-call-frames call) (frames-of-call)
+                                        (blocking-call-result call) condition
                                         (blocking-call-outcome call) :failed)
                                   (return-from call-for-fiber nil))))
     (let ((values (multiple-value-list
                    (with-interrupts (funcall (the function (blocking-call-function call)))))))
       (setf (blocking-call-result call) values
             (blocking-call-outcome call) :returned))))
+
+(defun frames-of-call ()
+  "The frames of the function that a thread of the pool has called, which has signalled an error."
+  (ignore-errors
+    (let* ((frames (sb-debug:list-backtrace :count 100))
+           (first (or (rest (member 'invoke-debugger frames :key #'car)) frames)))
+      (ldiff first (member 'call-for-fiber first :key #'car)))))
 
 (defun end-call (call)
   (setf (blocking-call-function call) nil) ; which could keep much from being collected
@@ -226,7 +236,9 @@ its carrier, FUNCTION is just called."
   (let ((result (blocking-call-result call)))
     (ecase (blocking-call-outcome call)
       (:returned (values-list result))
-      (:failed (error result))
+      (:failed
+       (let ((*failure-of-blocking-call* (cons result (blocking-call-frames call))))
+         (error result)))
       (:unwound
        (error 'sb-thread::simple-thread-error
               :thread (blocking-call-thread call)

@@ -112,6 +112,57 @@
     (is-heard child "(:QUEUE . 1)")
     (is (= 7 (end-of child)))))
 
+;;; Prevents: a user who has to leave the debugger thirty times; a report that is far above what it is about.
+(test many-in-the-debugger
+  (with-child (child
+               '(defvar *group* (start-fibers nil :carrier-count 2))
+               '(defun fail-as (i) (error "oops number ~D" i))
+               '(defvar *fibers* (loop for i below 30
+                                       collect (let ((i i))
+                                                 (submit-fiber *group* (make-fiber (lambda () (fail-as i))
+                                                                        :name (format nil "failing ~D" i))))))
+               '(loop until (= 31 (length (sb-thread::interactive-threads))) do (sleep 1/1000))
+               '(print (count '(:parked :debugger) *fibers* :test #'equal
+                        :key (lambda (fiber) (multiple-value-list (fiber-state fiber)))))
+               '(sb-thread:release-foreground)
+               '(print (count-if (lambda (fiber) (eq :abort (nth-value 1 (fiber-join fiber :default nil)))) *fibers*))
+               '(sb-thread::get-foreground)
+               '(print (cons :queue (length (sb-thread::interactive-threads))))
+               '(terpri)
+               '(sb-ext:exit :code 7))
+    (is-heard child "30")
+    (is-heard child "Resuming thread #<FIBER \"failing ")
+    (is-heard child "oops number ")
+    (is-heard child "29 other fibers wait for the debugger")
+    (is-heard child "#<FIBER \"failing ")
+    (is-heard child "and 19 more")
+    (is-heard child "abort this fiber and the 29 others that wait for the debugger")
+    (is-heard child "0] ")
+    (say child "abort")
+    (is-heard child "Resuming thread #<FIBER \"failing ")
+    (is-heard child "28 other fibers wait")
+    (is-heard child "0] ")
+    (say child "abort-all")
+    (is-heard child "30")
+    (is-heard child "(:QUEUE . 1)")
+    (is (= 7 (end-of child)))))
+
+(test failed-call-in-the-debugger
+  (with-child (child
+               '(defvar *group* (start-fibers nil :carrier-count 1))
+               '(defun fail-in-the-call () (error "oops"))
+               '(defvar *fiber* (submit-fiber *group* (make-fiber (lambda () (call-blocking (lambda () (list (fail-in-the-call))))))))
+               '(loop until (= 2 (length (sb-thread::interactive-threads))) do (sleep 1/1000))
+               '(sb-thread:release-foreground)
+               '(print (multiple-value-list (fiber-join *fiber* :default :none)))
+               '(terpri)
+               '(sb-ext:exit :code 7))
+    (is-heard child "(FAIL-IN-THE-CALL)")
+    (is-heard child "0] ")
+    (say child "abort")
+    (is-heard child "(:NONE :ABORT)")
+    (is (= 7 (end-of child)))))
+
 ;;; Prevents: the foreground passed on to a dead fiber, for ever.
 (test foreground-of-the-dead
   (with-child (child

@@ -128,6 +128,46 @@
                (is (equal (list (list 'expected-error fiber)) called))))
         (setf (sb-ext:symbol-global-value 'sb-ext:*invoke-debugger-hook*) usual)))))
 
+;;;; What a report says
+
+(test report-of-a-failure
+  (let ((condition (make-condition 'fiber-failed :thread (make-fiber #'list) :cause (make-condition 'expected-error)
+                                                 :problem :abort)))
+    (dolist (*print-pretty* '(nil t))
+      (let ((text (princ-to-string condition)))
+        (is (search (format nil "ended with~%  an error that") text) "~A" text)))))
+
+(defun fail-in-the-call (n)
+  (when (opaque n) (error 'expected-error))
+  1)
+
+(defun call-that-fails ()
+  (opaque (call-blocking (lambda () (1+ (fail-in-the-call 5))))))
+
+;;; Prevents: the backtrace of an error that does not tell where the error was.
+(test report-of-a-failed-call
+  (with-group (group 1)
+    (with-reports (text) (wait-for-end (spawn (group) (call-that-fails)))
+      (let ((there (search "FAIL-IN-THE-CALL 5)" text))
+            (here (search "CALL-THAT-FAILS" text :from-end t)))
+        (is (and there here (< there here)) "~A" text)
+        (is (not (search "RUN-POOL-THREAD" text)) "~A" text)))
+    ;; Another error after one that was handled has nothing to do with it.
+    (with-reports (text) (wait-for-end (spawn (group)
+                                         (ignore-errors (call-that-fails))
+                                         (error 'expected-error)))
+      (is (not (search "FAIL-IN-THE-CALL" text)) "~A" text))))
+
+(defun error-with-few-descriptors (form)
+  (child-result `(handler-case ,form
+                   (error (condition) (princ condition)))
+                :wrapper '("sh" "-c" "ulimit -n 15; exec timeout 20 \"$@\"" "sh")))
+
+(test what-ran-out
+  (let ((text (error-with-few-descriptors '(start-fibers nil :carrier-count 40))))
+    (is (search "ulimit -n" text) "~A" text)
+    (is (search "Too many open files" text) "~A" text)))
+
 ;;;; Bad arguments
 
 (test bad-arguments-of-make-fiber
