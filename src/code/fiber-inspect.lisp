@@ -15,18 +15,63 @@
 
 (declaim (ftype (sfunction (fiber &key (:stream t) (:count t)) null) print-fiber-backtrace))
 (defun print-fiber-backtrace (fiber &key (stream *debug-io*) (count 1000))
-  "Print what FIBER is doing to STREAM, at most COUNT frames. Another fiber than the running one is
-interrupted for it, and makes the backtrace itself."
+  "Print what FIBER is doing to STREAM: its state, and at most COUNT frames, from what it has called. Another
+fiber than the running one is interrupted for it, and makes the backtrace itself."
   (cond ((eq fiber *current-thread*)
-         (sb-debug:print-backtrace :stream stream :count count))
+         (format stream "~&Backtrace of ~S~%" fiber)
+         (print-user-frames 'print-fiber-backtrace stream count))
         ((= (fiber-phase-only fiber) +new+)
          (format stream "~S has not begun.~%" fiber))
         (t
-         (let ((text (backtrace-made-by fiber count)))
+         (let* ((before (format nil "Backtrace of ~S~%" fiber)) ; later it runs
+                (text (backtrace-made-by fiber count)))
            (if text
-               (write-string text stream)
+               (format stream "~&~A~A" before text)
                (format stream "~S has ended.~%" fiber)))))
   nil)
+
+(defun print-user-frames (innermost stream count)
+  "Print at most COUNT frames of this thread to STREAM, without those up to that of INNERMOST, a function's name,
+and without those of the system's that follow."
+  (let* ((frames (frames-below innermost))
+         (first (or (find-if-not #'system-frame-p frames)
+                    ;; The user's have been left by tail calls.
+                    (find-if-not #'our-frame-p frames)
+                    (first frames))))
+    (sb-debug:print-backtrace :stream stream :count count :print-thread nil
+                              :from (or first :current-frame))))
+
+(defun frames-below (name)
+  (let ((frames (loop for frame = (sb-di:top-frame) then (sb-di:frame-down frame)
+                      while frame collect frame)))
+    (member name (member name frames :key #'name-of-frame) :key #'name-of-frame :test #'neq)))
+
+(defun name-of-frame (frame)
+  "A symbol, that of the function if FRAME is that of a function inside of it; or NIL, if it is of no Lisp function."
+  (declare (notinline sb-di:frame-debug-fun)) ; which is defined later
+  (labels ((walk (name)
+             (cond ((symbolp name) name)
+                   ((consp name)
+                    (let ((in (member :in name)))
+                      (walk (if in (second in) (second name))))))))
+    (walk (sb-di:debug-fun-name (sb-di:frame-debug-fun frame)))))
+
+(defun our-frame-p (frame)
+  (let ((name (name-of-frame frame)))
+    (or (null name) (eq (symbol-package name) (load-time-value (find-package "SB-FIBER"))))))
+
+;;; SLEEP, CONDITION-WAIT or READ-LINE tell the user something, what they have called does not.
+(defun system-frame-p (frame)
+  (let* ((name (name-of-frame frame))
+         (package (and name (symbol-package name))))
+    (or (null name)
+        (and package
+             (system-package-p package)
+             (or (member package (load-time-value
+                                  (mapcar #'find-package
+                                          '("SB-KERNEL" "SB-SYS" "SB-INT" "SB-IMPL" "SB-UNIX" "SB-VM" "SB-ALIEN"
+                                            "SB-DI" "SB-DEBUG" "SB-C"))))
+                 (neq :external (nth-value 1 (find-symbol (symbol-name name) package))))))))
 
 (defun backtrace-made-by (fiber count)
   "The text of a backtrace of FIBER, which is interrupted to make it, or NIL if it has ended before."
@@ -35,7 +80,7 @@ interrupted for it, and makes the backtrace itself."
          (asked (%interrupt-fiber fiber
                                   (lambda ()
                                     (setf text (with-output-to-string (out)
-                                                 (sb-debug:print-backtrace :stream out :count count)))
+                                                 (print-user-frames 'call-interruption out count)))
                                     (sb-thread:signal-semaphore done)))))
     (when asked
       (loop until (or (sb-thread:wait-on-semaphore done :timeout 1/10)
