@@ -40,6 +40,7 @@
 ;;;;   fiber-debug    errors that nothing handles, the foreground, Ctrl-C
 ;;;;   fiber-exit     the end of the process, and others made from it: EXIT, fork, saving
 ;;;;   fiber-inspect  looking into a fiber from outside
+;;;;   fiber-describe what DESCRIBE and INSPECT tell
 ;;;;   fiber-alarm    timers of fibers
 ;;;;   fiber-pool     threads that make the calls which cannot park
 ;;;;   fiber-monitor  who sees that a carrier is stuck, and takes its scheduler away
