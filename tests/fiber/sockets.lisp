@@ -382,7 +382,7 @@
          (let ((fiber (spawn (group)
                         (handler-case (loop (socket-send sender "x" 1 :address (list name)))
                           (descriptor-closed () :closed)))))
-           (wait-until (eq :sleep (nth-value 1 (fiber-state fiber)))) ; the kernel would not wake it
+           (wait-until-parked fiber)
            (socket-close sender)
            (is (eq :closed (join fiber)))))))))
 
