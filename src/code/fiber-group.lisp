@@ -237,14 +237,15 @@ of GROUP."
         (stop-group group)
         t))))
 
-;;; None is aborted twice, as it may be in a cleanup form. One that is being unwound by an error of its own
-;;; may be in one as well, and is aborted there, as a thread is: it could also come out of it, and go on.
+;;; None is aborted twice, as it may be in a cleanup form. One that is being unwound by an error of
+;;; its own may be in one as well, and is aborted there, as a thread is: it could also come out of
+;;; it, and go on.
 (defun abort-until-done (groups deadline)
   (mapc #'close-group groups)
   (abort-all groups deadline)
   (every (lambda (group) (wait-until-done group deadline)) groups))
 
-;;; The groups are closed. If none was about to enter before the fibers are listed, then all are listed.
+;;; The groups are closed. If none was about to enter before the fibers are listed, then all are.
 (defun abort-all (groups deadline)
   "Abort all fibers of GROUPS, unless DEADLINE comes before all can be found."
   (let ((aborted (make-hash-table :test 'eq)))

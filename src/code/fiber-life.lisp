@@ -320,9 +320,9 @@ or SB-FIBER:*DEFAULT-STACK-SIZE* if none is given."))
 ;;; The low half of the word counts the fibers from their submission to their end; it is what FINISH-FIBERS
 ;;; waits on, as on the word of a mutex. The bit +CLOSED+ above it says that there will be no more. Both
 ;;; are in one word, so that nobody is counted in between the look at a group in which nobody is
-;;; alive and its end. The bits above that count those of them that are not in the table of the living yet,
-;;; or not with their group: if there were none when somebody looked, after the group was closed, then
-;;; LIST-ALL-FIBERS has all that are alive.
+;;; alive and its end. The bits above that count those of them that are not in the table of the
+;;; living yet, or not with their group: if there were none when somebody looked, after the group was
+;;; closed, then LIST-ALL-FIBERS has all that are alive.
 ;;;
 ;;;     open n   -> open n+1     who submits a fiber, and one more entry
 ;;;     open n   -> closed n     who ends all fibers

@@ -87,9 +87,9 @@
 ;;; A second, as a rule: threads that are needed again and again are not made again and again.
 (defconstant +looks-before-retiring+ 100)
 
-;;; Only a fiber that runs on a carrier gets it as its home, and ceases to have it there. So none will return
-;;; to a carrier that idles and is the home of none; and once a spare is in no place any more it
-;;; cannot run one, and its count does not change.
+;;; Only a fiber that runs on a carrier gets it as its home, and ceases to have it there. So none will
+;;; return to a carrier that idles and is the home of none; and once a spare is in no place any more
+;;; it cannot run one, and its count does not change.
 (defun home-of-none-p (carrier)
   (= 0 (carrier-guests (truly-the carrier carrier))))
 
@@ -221,7 +221,8 @@ processor is not stuck."
 
 ;;;; telling the user
 
-;;; Contexts are never unmapped; what is found may have left CARRIER just now, or its index be another's.
+;;; Contexts are never unmapped; what is found may have left CARRIER just now, or be another on its
+;;; stack.
 (defun fiber-on (carrier)
   "The fiber that CARRIER runs, or NIL. May be called by any thread."
   (let ((fiber (sb-thread::with-tls-lock ((carrier-thread carrier) thread)

@@ -20,8 +20,9 @@
 ;;;  - its stack is FREE to the collector until PREPARE-STACK has written what a
 ;;;    suspended stack consists of, and again when somebody else runs on the carrier.
 ;;;
-;;; The lists of free stacks are C's, the lock on them is a tiny one, taken here: one that the collector could
-;;; stop with it would let it wait for ever for who wants a stack within WITHOUT-GCING.
+;;; The lists of free stacks are C's, the lock on them is a tiny one, taken here: a thread that the
+;;; collector could stop with it would let the collector wait for ever for one that wants a stack
+;;; within WITHOUT-GCING.
 
 (declaim (type (unsigned-byte 62) *default-stack-size*))
 (define-load-time-global *default-stack-size* (* 256 1024)
@@ -107,14 +108,16 @@ LIST-ALL-THREADS, some may have ended before the list is returned."
 ;;; Before Linux 6.13 the guards of stacks have mappings of memory.
 (define-condition fiber-stack-unavailable (storage-condition)
   ((size :initarg :size :reader fiber-stack-unavailable-size)
-   (mapping-limit :initarg :mapping-limit :initform 0 :reader fiber-stack-unavailable-mapping-limit))
+   (mapping-limit :initarg :mapping-limit :initform 0
+                  :reader fiber-stack-unavailable-mapping-limit))
   (:report (lambda (condition stream)
              (let ((limit (fiber-stack-unavailable-mapping-limit condition)))
-               (format stream "~@<There is no room for another fiber's stack of ~D bytes. ~:[The ~
-                               guards of stacks have nearly all of the ~D mappings of memory that the ~
-                               kernel allows this process. Use fewer fibers, or let the administrator ~
-                               raise the setting: sysctl -w vm.max_map_count=~D. Linux 6.13 and later ~
-                               need no mappings for guards.~;Use fewer fibers, or more memory.~]~@:>"
+               (format stream "~@<There is no room for another fiber's stack of ~D bytes. ~:[~
+                               The guards of stacks have nearly all of the ~D mappings of memory ~
+                               that the kernel allows this process. Use fewer fibers, or let the ~
+                               administrator raise the setting: sysctl -w vm.max_map_count=~D. ~
+                               Linux 6.13 and later need no mappings for guards.~;~
+                               Use fewer fibers, or more memory.~]~@:>"
                        (fiber-stack-unavailable-size condition)
                        (= limit 0) limit (* 16 limit)))))
   (:documentation "Signalled when a fiber is submitted and no stack can be had for it."))
@@ -135,7 +138,8 @@ LIST-ALL-THREADS, some may have ended before the list is returned."
   "The index of a stack of SIZE bytes that nobody else can have, or NIL."
   (declare (type word size))
   (let ((index (with-stacks-lock
-                 (alien-funcall (extern-alien "fiber_stack_reserve" (function int unsigned)) size))))
+                 (alien-funcall (extern-alien "fiber_stack_reserve" (function int unsigned))
+                                size))))
     (and (>= index 0) index)))
 
 ;;; To raise guards takes a few system calls, and a page fault: that is done without the lock.
@@ -143,14 +147,16 @@ LIST-ALL-THREADS, some may have ended before the list is returned."
   (let ((context 0))
     (declare (type word context))
     (unwind-protect
-         (setf context (alien-funcall (extern-alien "fiber_stack_prepare" (function unsigned int)) index))
+         (setf context (alien-funcall (extern-alien "fiber_stack_prepare" (function unsigned int))
+                                      index))
       (when (= context 0) (put-stack-back index)))
     context))
 
 (declaim (ftype (sfunction (word) word) %allocate-stack))
 (defun %allocate-stack (size)
   "The context of a stack of SIZE bytes, or 0. With interrupts off."
-  (let ((spare (alien-funcall (extern-alien "fiber_stack_take_spare" (function unsigned unsigned)) size)))
+  (let ((spare (alien-funcall (extern-alien "fiber_stack_take_spare" (function unsigned unsigned))
+                              size)))
     (if (/= spare 0)
         spare
         (let ((index (reserve-stack size)))

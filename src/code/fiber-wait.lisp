@@ -37,11 +37,12 @@ WITHOUT-INTERRUPTS is no zone: it is a binding, which goes with the fiber, and h
         ((/= (fiber-pin-count fiber) 0) :pinned)
         (t :free)))
 
-;;; A fiber runs at home only, while it has one. So its home changes on this carrier, to it or from it, and
-;;; the carrier's count of guests has a single writer.
+;;; A fiber runs at home only, while it has one. So its home changes on this carrier, to it or from
+;;; it, and the carrier's count of guests has a single writer.
 (declaim (inline set-home))
 (defun set-home (fiber home)
-  "Let HOME, this carrier or NIL, be where FIBER, which is running, is resumed. With interrupts off."
+  "Let HOME, this carrier or NIL, be where FIBER, which is running, is resumed. With interrupts
+off."
   (unless (eq home (fiber-home fiber))
     (let ((carrier (truly-the carrier *carrier*)))
       (setf (fiber-home fiber) home)

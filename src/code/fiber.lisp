@@ -188,7 +188,8 @@
   (stuck-turn 0 :type (and unsigned-byte fixnum))
   ;; Fibers that only this carrier may run, a chain through NEXT, last in first.
   (inbox nil)
-  ;; How many fibers have it as their home. Written by itself, while it runs one of them: see SET-HOME.
+  ;; How many fibers have it as their home. Written by itself, while it runs one of them: see
+  ;; SET-HOME.
   (guests 0 :type index)
   ;; :LISTED if it is a spare, :TAKEN once it has been given a scheduler, until it has seen that,
   ;; :RETIRED if it is to end.

@@ -377,14 +377,16 @@ static bool near_return_guard(struct fiber_context* fc, char* sp)
     return guard && sp >= guard && sp < guard + RETURN_GUARD_SIZE + SIGNAL_ROOM;
 }
 
-/* How many steps of the control stack's reserve must be open to have room for a signal; 0 if there is
- * room, or can be none. SP may be in the reserve already, if nothing of the newest frame has been touched. */
+/* How many steps of the control stack's reserve must be open to have room for a signal; 0 if there
+ * is room, or can be none. SP may be in the reserve already, if nothing of the newest frame has
+ * been touched. */
 static int steps_for_signal(struct fiber_context* fc, char* sp)
 {
     int needed = (control_base(fc) - sp + SIGNAL_ROOM + STEP_SIZE - 1) / STEP_SIZE;
     int open = guards_of(fc)->open[CONTROL];
     char* start = (char*)fc->control_stack_start;
-    return within(sp, start, (char*)fc - start) && needed > open && open < n_steps(CONTROL) ? needed : 0;
+    if (!within(sp, start, (char*)fc - start) || open == n_steps(CONTROL)) return 0;
+    return needed > open ? needed : 0;
 }
 
 /* Make room for a signal. The return guard comes first: it is nearer. If it is the end of the
@@ -456,7 +458,8 @@ static void note_signal(int signal, siginfo_t* info, void* context)
     pthread_kill(pthread_self(), SIGURG);
 }
 
-/* One at a time: if it is deferred, the next may come only when that is over. Signals are blocked. */
+/* One at a time: if it is deferred, the next may come only when that is over. Signals are
+ * blocked. */
 static void handle_noted(int signal, siginfo_t* info, void* context)
 {
     if (!noted) {

@@ -107,7 +107,7 @@ int fiber_lower_guard(char* where, uword_t size)
         : mprotect(where, size, PROT_READ|PROT_WRITE);
 }
 
-/* Would a program that reads PAGE be sent a signal? The kernel says EFAULT where it reads a name. */
+/* Would a program that reads PAGE be sent a signal? The kernel, for a name there, says EFAULT. */
 static bool out_of_bounds(char* page)
 {
     return access(page, F_OK) && errno == EFAULT;
@@ -125,9 +125,9 @@ static void choose_guard_method(char* page)
 
 /*
  * Mappings. Once the process has no more, the collector, make-thread and run-program fail. So
- *  - fiber_guard_mappings counts those that guards made by mprotect have split off, from before they
- *    do so: four for a stack whose guards are up, two for a return guard. The steps of a reserve
- *    that is open are part of the stack's mapping;
+ *  - fiber_guard_mappings counts those that guards made by mprotect have split off, from before
+ *    they do so: four for a stack whose guards are up, two for a return guard. The steps of a
+ *    reserve that is open are part of the stack's mapping;
  *  - for stacks it stays below mapping_budget: what the kernel allows less what others have
  *    (libraries, threads, arenas) and what they may get while nobody counts them again;
  *  - free stacks lower their guards if there are many, or the budget is nearly used up.
@@ -144,8 +144,8 @@ static sword_t mapping_budget, mapping_limit;
 
 static bool take_mappings(int n, sword_t beyond_budget)
 {
-    if (__atomic_add_fetch(&fiber_guard_mappings, n, __ATOMIC_SEQ_CST) <= mapping_budget + beyond_budget)
-        return 1;
+    sword_t used = __atomic_add_fetch(&fiber_guard_mappings, n, __ATOMIC_SEQ_CST);
+    if (used <= mapping_budget + beyond_budget) return 1;
     __atomic_sub_fetch(&fiber_guard_mappings, n, __ATOMIC_SEQ_CST);
     return 0;
 }
@@ -357,8 +357,8 @@ static void push(struct fiber_context** list, struct fiber_context* fc)
     *list = fc;
 }
 
-/* A carrier's own context, and the stacks that it keeps for itself, guards up, so that carriers which
- * start and end fibers do not meet at the lock. */
+/* A carrier's own context, and the stacks that it keeps for itself, guards up, so that carriers
+ * which start and end fibers do not meet at the lock. */
 struct carrier {
     struct fiber_context context; // first, since it is what thread->carrier_context points to
     struct fiber_context* spare;
@@ -426,8 +426,8 @@ static int reserve_slot(struct stack_class* class)
     return (a - arenas) * SLOTS_PER_ARENA + a->n_carved++;
 }
 
-/* The number of a slot for CONTROL_SIZE usable bytes of control stack that is the caller's now, or -1 if
- * there is no memory for it. To the collector it is free. */
+/* The number of a slot for CONTROL_SIZE usable bytes of control stack that is the caller's now, or
+ * -1 if there is no memory for it. To the collector it is free. */
 int fiber_stack_reserve(uword_t control_size)
 {
     struct stack_class* class = find_stack_class(round_stack_size(control_size));
@@ -468,14 +468,14 @@ static struct fiber_context* make_empty(struct fiber_context* fc)
 struct fiber_context* fiber_stack_take_spare(uword_t control_size)
 {
     struct carrier* c = this_carrier();
-    if (!c || !c->spare || arena_of(c->spare)->class->control_size != round_stack_size(control_size))
-        return 0;
+    control_size = round_stack_size(control_size);
+    if (!c || !c->spare || arena_of(c->spare)->class->control_size != control_size) return 0;
     --c->n_spare;
     return make_empty(pop(&c->spare));
 }
 
-/* The stack in the slot number INDEX, which is the caller's; or 0 if there is no memory or no mapping left
- * for its guards: then put it back. */
+/* The stack in the slot number INDEX, which is the caller's; or 0 if there is no memory or no
+ * mapping left for its guards: then put it back. */
 struct fiber_context* fiber_stack_prepare(int index)
 {
     struct fiber_context* fc = context_of(index);
@@ -500,8 +500,8 @@ static void release_pages(struct fiber_arena* a, struct fiber_context* fc)
     madvise(alien, slot_end(a, fc) - (uword_t)alien, MADV_DONTNEED);
 }
 
-/* The stack is nobody's: its fiber has ended, and another stack is running. True if this carrier keeps it:
- * else put it back. */
+/* The stack is nobody's: its fiber has ended, and another stack is running. True if this carrier
+ * keeps it: else put it back. */
 int fiber_stack_retire(struct fiber_context* fc)
 {
     struct carrier* c = this_carrier();

@@ -36,7 +36,7 @@
 
 (defun usual-number () (floor (- (mapping-limit) mappings-for-others 1000) mappings-per-fiber))
 
-;;; What mappings free stacks keep, those of carriers included, and some that have to do with other things.
+;;; What mappings free stacks keep, those of carriers included, and some that others may get.
 (defconstant most-kept (+ (* 4 (+ 1024 128)) 500))
 
 (defun recurse () (+ 1 (the fixnum (recurse))))
@@ -45,18 +45,26 @@
   (handler-case (recurse)
     (storage-condition () t)))
 
+(defun overflowing-fibers (group n)
+  "N fibers of GROUP that park, and return true if they can exhaust their stacks several times."
+  (loop repeat n
+        collect (spawn (group)
+                  (fiber-park)
+                  (loop repeat 3 always (exhausted-p)))))
+
 (defmacro if-the-limit-is-usual (&body body)
   `(if (> (mapping-limit) 200000)
-       (skip "vm.max_map_count is ~D: there is not enough memory for so many fibers." (mapping-limit))
+       (skip "vm.max_map_count is ~D: that is too many fibers for a test." (mapping-limit))
        (progn ,@body)))
 
-;;; Prevents: the end of the process in the next collection, or MAKE-THREAD; RUN-PROGRAM that fails; a process
-;;; that stays at the wall when all fibers have ended; a fiber at the wall that is not told of its overflow.
+;;; Prevents: the end of the process in the next collection, or MAKE-THREAD; RUN-PROGRAM that fails;
+;;; a process that stays at the wall when all fibers have ended; a fiber at the wall that is not
+;;; told of its overflow.
 (test at-the-wall
   (if-the-limit-is-usual
     (let ((before (count-mappings)))
       (with-group (group 2)
-        (let ((overflows (loop repeat 20 collect (spawn (group) (fiber-park) (loop repeat 3 always (exhausted-p))))))
+        (let ((overflows (overflowing-fibers group 20)))
           (multiple-value-bind (fibers condition) (submit-until-refused group)
             (is (typep condition 'sb-fiber::fiber-stack-unavailable))
             (is (search "vm.max_map_count" (remove #\Newline (princ-to-string condition))))
@@ -66,7 +74,8 @@
             (is (equal '(0 1 2 3 4 5 6 7 8 9)
                        (mapcar #'sb-thread:join-thread
                                (loop for i below 10
-                                     collect (make-thread (lambda (i) (sb-ext:gc) i) :arguments i)))))
+                                     collect (make-thread (lambda (i) (sb-ext:gc) i)
+                                                          :arguments i)))))
             (is (equal "here" (with-output-to-string (out)
                                 (sb-ext:run-program "printf" '("here") :search t :output out))))
             (is-true (end-all overflows))
@@ -97,9 +106,8 @@
 (test return-guards-are-given-back
   (flet ((mappings () (sb-alien:extern-alien "fiber_guard_mappings" sb-alien:long)))
     (with-group (group 2)
-      (flet ((overflow ()
-               (join-all (loop repeat 100 collect (spawn (group) (loop repeat 3 always (exhausted-p)))))))
+      (flet ((overflow () (end-all (overflowing-fibers group 100))))
         (overflow)
         (let ((before (mappings)))
-          (loop repeat 5 do (is (all-true-p (overflow))))
+          (loop repeat 5 do (is-true (overflow)))
           (is (<= (mappings) (+ before 400))))))))

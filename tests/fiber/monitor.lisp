@@ -396,8 +396,9 @@ which begins later."
         (mapc #'wait-for-end fibers)
         (is-true (wait-until (homes-are-counted-p group)))))))
 
-;;; While fibers are pinned to spares, the monitor looks again and again whether one may end. Prevents: looks that
-;;; cost as much as there are fibers. It may cons a little for each look, but no list of them.
+;;; While fibers are pinned to spares, the monitor looks again and again whether one may end.
+;;; Prevents: looks that cost as much as there are fibers. It may cons a little for each look, but no
+;;; list of them.
 (test looks-at-homes-are-cheap
   (let ((n 20000) (done (make-flag)))
     (with-group (group 2)

@@ -429,7 +429,8 @@
 ;;;; Signals at the very end of the stack
 
 (defun call-with-handler (signal default function)
-  "Call FUNCTION with a function that tells how often SIGNAL has been handled; DEFAULT handles it afterwards."
+  "Call FUNCTION with a function that tells how often SIGNAL has been handled; DEFAULT handles it
+afterwards."
   (let ((handled (make-flag)))
     (sb-sys:enable-interrupt signal (lambda (&rest ignore)
                                       (declare (ignore ignore))
@@ -438,8 +439,8 @@
       (sb-sys:enable-interrupt signal default))))
 
 (defun lost-at (raise count-handled)
-  "Call RAISE, which sends a signal to this thread, at the end of the stack, at each distance. Return how often,
-or where the signal was lost."
+  "Call RAISE, which sends a signal to this thread, at the end of the stack, at each distance. Return
+how often, or where the signal was lost."
   (let ((n 0))
     (loop for distance from 14000 downto 0 by 61
           do (let ((before (funcall count-handled)) (raised nil))
@@ -453,7 +454,8 @@ or where the signal was lost."
                    (return (list :lost-at distance)))))
           finally (return n))))
 
-;;; The kernel drops a signal for whose frame there is no room. Prevents: a server that does not end by SIGTERM.
+;;; The kernel drops a signal for whose frame there is no room. Prevents: a server that does not end
+;;; by SIGTERM.
 (test signals-at-the-end-of-the-stack
   (loop for (signal default) in `((,sb-unix:sigterm ,#'sb-unix::sigterm-handler)
                                   (,sb-unix:sigint ,#'sb-unix::sigint-handler)

@@ -303,8 +303,8 @@
                   (sb-fiber::retire-index fiber)
                   (sb-fiber::free-stack fiber))))))
 
-;;; Prevents: a collector that waits for who has GC inhibited and wants a stack, which waits for who was stopped
-;;; while it took one. It would never end: a child.
+;;; Prevents: a collector that waits for a thread that has GC inhibited and wants a stack, which waits
+;;; for another that was stopped while it took one. It would never end: a child.
 (test stacks-without-gcing
   (is (equal "(:DONE :DONE :DONE)"
              (child-result
