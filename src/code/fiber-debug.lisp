@@ -92,6 +92,21 @@ that there are now."
 
 ;;;; with the debugger disabled
 
+;;; The fiber ends: what has failed is reported, and then the fiber is unwound. A report calls
+;;; functions of users, on what is left of a stack, where *INVOKE-DEBUGGER-HOOK* is NIL:
+;;;  - INVOKE-DEBUGGER makes room for it before it binds the hook: what overflows before that is an
+;;;    error as any other, and what overflows later is told within the report;
+;;;  - whatever would enter the debugger in it ends a part of the report, and nothing else.
+;;; So a fiber that fails is unwound, whatever becomes of the report.
+
+(define-alien-routine ("fiber_make_room_to_report" %make-room-to-report) void)
+
+(defun make-room-to-report ()
+  "Called by INVOKE-DEBUGGER: let a fiber that is running have a reserve of its control stack now."
+  (when (in-fiber-p)
+    (%touch (int-sap (- (sap-int (current-sp)) 2048))) ; lest C overflows, and is told
+    (without-interruptions (%make-room-to-report))))
+
 ;;; Called instead of ending the process, where the debugger is disabled.
 (defun fail-with (condition)
   "End the running fiber because of CONDITION, which nothing has handled."
@@ -101,11 +116,32 @@ that there are now."
     (throw 'sb-thread::%abort-thread nil)))
 
 (defun report-failure (fiber condition)
-  (ignore-errors
-    (with-standard-io-syntax
-      (let ((*print-readably* nil))
-        (format *error-output* "~&~@<Unhandled ~S in ~S, which ends: ~2I~_~A~:>~2%"
-                (type-of condition) fiber condition)
-        (print-frames-of-blocking-call condition *error-output*)
-        (sb-debug:print-backtrace :stream *error-output* :count 100 :emergency-best-effort t)
-        (finish-output *error-output*)))))
+  (flet ((print-condition ()
+           (format *error-output* "~&~@<Unhandled ~S in ~S, which ends: ~2I~_~A~:>~2%"
+                   (type-of condition) fiber condition))
+         (print-type ()
+           (format *error-output* "~&Unhandled ~S in the fiber~@[ ~S~], which ends; ~
+                                   it cannot be printed.~2%"
+                   (type-of condition) (fiber-%name fiber)))
+         (print-backtrace ()
+           (print-frames-of-blocking-call condition *error-output*)
+           (sb-debug:print-backtrace :stream *error-output* :count 100 :emergency-best-effort t)))
+    (declare (dynamic-extent #'print-condition #'print-type #'print-backtrace))
+    (unless (reported-p #'print-condition)
+      (reported-p #'print-type))
+    (reported-p #'print-backtrace)))
+
+(defun reported-p (function)
+  "Call FUNCTION, which prints to *ERROR-OUTPUT*. Return false if it would enter the debugger."
+  (declare (function function))
+  (flet ((give-up (&rest arguments)
+           (declare (ignore arguments))
+           (return-from reported-p nil)))
+    (let ((*invoke-debugger-hook* #'give-up)) ; BREAK is no condition that is signalled as an error
+      (handler-bind ((serious-condition #'give-up))
+        (make-room-to-report)           ; again, if a part of the report has used it up
+        (with-standard-io-syntax
+          (let ((*print-readably* nil))
+            (funcall function)))
+        (finish-output *error-output*)
+        t))))

@@ -192,9 +192,7 @@ that runs no fiber this is PROGN."
 
 (defun report-loss (fiber)
   (setf (fiber-failure fiber) (make-condition 'fiber-stack-lost :fiber fiber))
-  (ignore-errors
-    (format *error-output* "~&~A~%" (fiber-failure fiber))
-    (finish-output *error-output*)))
+  (reported-p (lambda () (format *error-output* "~&~A~%" (fiber-failure fiber)))))
 
 (defun call-fiber-function (fiber)
   (catch 'sb-impl::toplevel-catcher
@@ -273,7 +271,7 @@ that runs no fiber this is PROGN."
         (fiber-wait-reason fiber) nil))
 
 ;;; Called by the runtime in place of what ran into the hard guard.
-(defun fiber-stack-lost ()
+(defun lose-stack ()
   (setf (fiber-failure (truly-the fiber *current-thread*)) t) ; there is no room for more
   (throw 'fiber-lost nil))
 

@@ -39,7 +39,9 @@
  *  - struct guards tells which steps are open; it is 0, as context->guards for Lisp, if and only
  *    if nothing is open, told or pending;
  *  - execution is diverted to Lisp only where Lisp could have been interrupted anyway, see
- *    in_critical_section().
+ *    in_critical_section();
+ *  - who reports a failure has as much room as a handler of an exhaustion, and is told if that
+ *    is used up, whatever it was told before, see fiber_make_room_to_report().
  *
  * A reserve is closed again when its stack has been unwound. That is found out by the *return
  * guard*, some pages of the control stack above what the handlers use, which are made
@@ -88,6 +90,7 @@ static int n_steps(int stack)
 /* How many are for handling the exhaustion. The last quarter is never among them, for a
  * collection (it needs 26 KiB) or an allocation that comes when they are used up. */
 static int handler_steps(int stack) { return stack == CONTROL ? 4 : 1; }
+static int most_steps(int stack) { return n_steps(stack) - n_steps(stack) / 4; }
 
 /* Where the reserve of a stack begins. */
 static char* stack_limit(struct fiber_context* fc, int stack)
@@ -119,7 +122,7 @@ static void close_reserve(struct fiber_context* fc, int stack)
                                       g->open[stack] * STEP_SIZE)) return; // stays open
     g->open[stack] = 0;
     g->told &= ~(1 << stack);
-    if (stack == CONTROL) g->pending = 0;
+    if (stack == CONTROL) g->pending = g->reporting = 0;
 }
 
 static bool anything_open(struct fiber_context* fc)
@@ -128,12 +131,13 @@ static bool anything_open(struct fiber_context* fc)
     return g->open[CONTROL] || g->open[BINDING] || g->open[ALIEN];
 }
 
-/* Handlers below of where the fiber was told need the reserve even if they have not come to it:
- * the control stack is exhausted when a signal finds no room any more. */
+/* Handlers below of where the fiber was told, or reports, need the reserve even if they have not
+ * come to it: the control stack is exhausted when a signal finds no room any more. */
 static bool reserve_left(struct thread* th, struct fiber_context* fc, int stack, char* sp)
 {
     struct guards* g = guards_of(fc);
-    bool handled = g->told & (1 << CONTROL) && sp < (char*)fc->control_stack_start + g->told_at;
+    bool handled = (g->told & (1 << CONTROL) || g->reporting)
+        && sp < (char*)fc->control_stack_start + g->told_at;
     return stack == CONTROL ? sp >= control_base(fc) && !handled
         : stack == BINDING ? (char*)th->binding_stack_pointer <= binding_end(fc)
         : (char*)th->alien_stack_pointer >= alien_base(fc);
@@ -227,6 +231,37 @@ void fiber_rearm_guards()
     if (th->fiber_context) settle_reserves(th, th->fiber_context, lowest);
 }
 
+/* Have just N steps of the control reserve open. Nothing of the others is alive. */
+static void limit_open_steps(struct fiber_context* fc, int n)
+{
+    int open = guards_of(fc)->open[CONTROL];
+    if (n < open && !fiber_raise_guard(steps_start(fc, CONTROL, n, open), (open - n) * STEP_SIZE))
+        guards_of(fc)->open[CONTROL] = n;
+    open_steps(fc, CONTROL, n);
+}
+
+/* Called by a fiber when nothing has handled an error, which may be that a stack is exhausted.
+ * What is printed of it then runs on top of what has used up the stack, and may be without end. If
+ * it were the fiber's end to use up the reserve now, no cleanup form would run. */
+void fiber_make_room_to_report()
+{
+    struct thread* th = get_sb_vm_thread();
+    struct fiber_context* fc = th->fiber_context;
+    struct guards* g = guards_of(fc);
+    char *sp = __builtin_frame_address(0), *base = control_base(fc);
+    close_left(th, fc, sp);
+    g->told = 0;
+    sword_t missing = base + handler_steps(CONTROL) * STEP_SIZE - sp;
+    if (missing <= 0) return;
+    int n = (missing + STEP_SIZE - 1) / STEP_SIZE, most = most_steps(CONTROL);
+    limit_open_steps(fc, n < most ? n : most);
+    g->pending = 0;
+    g->reporting = 1;
+    char* top = (sp < base ? base : sp) + SIGNAL_ROOM;
+    g->told_at = top - (char*)fc->control_stack_start;
+    place_return_guard(fc, top);
+}
+
 /* The scrubber clears dead words down to the guard; it must not touch a raised one. */
 void fiber_scrub_limits(struct thread* th, os_vm_address_t* guard,
                         os_vm_address_t* hard_guard, unsigned* size)
@@ -294,28 +329,33 @@ static void end_fiber(struct thread* th, struct fiber_context* fc, os_context_t*
     if (th->binding_stack_pointer > end) th->binding_stack_pointer = end;
     th->current_catch_block = fc->base_catch_block;
     th->current_unwind_protect_block = 0;
-    divert(context, StaticSymbolFunction(FIBER_STACK_LOST));
+    divert(context, StaticSymbolFunction(LOSE_STACK));
 }
 
 /* Signal that a stack is exhausted, with room for the handlers. If they are what has used that
- * up, end the fiber. They run below of where the fiber was told: above, it has left them
- * without meeting the return guard. */
+ * up, or nothing is left, end the fiber. They run below of where the fiber was told: above, it has
+ * left them without meeting the return guard. */
 static void tell(struct thread* th, struct fiber_context* fc, os_context_t* context,
                  int stack, int step)
 {
     struct guards* g = guards_of(fc);
     char *sp = context_sp(context), *start = (char*)fc->control_stack_start;
-    if ((g->told & (1 << stack)) && sp < start + g->told_at) {
+    int room = step + handler_steps(stack), most = most_steps(stack);
+    bool again = (g->told & (1 << stack)) && sp < start + g->told_at;
+    if (!again) open_steps(fc, stack, room < most ? room : most);
+    char* end = steps_start(fc, CONTROL, 0, g->open[CONTROL]);
+    // It may have been moved beyond the stack for a large object. Nothing is in this step yet.
+    if (stack == CONTROL && sp < end + KIB) sp = steps_start(fc, CONTROL, 0, step);
+    if (again || sp < end + KIB) {
         open_steps(fc, stack, step + 1);
         end_fiber(th, fc, context);
         return;
     }
-    int room = step + handler_steps(stack), most = n_steps(stack) - n_steps(stack) / 4;
-    open_steps(fc, stack, room < most ? room : most);
     if (stack == CONTROL) g->pending = 0;
     sp = skip_return_guard(fc, sp);
     *os_context_register_addr(context, reg_SP) = (os_context_register_t)sp;
     g->told |= 1 << stack;
+    g->reporting = 0;
     g->told_at = sp - start;
     divert(context, stack == CONTROL ? StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR)
            : stack == BINDING ? StaticSymbolFunction(BINDING_STACK_EXHAUSTED_ERROR)

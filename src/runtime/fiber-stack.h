@@ -52,6 +52,7 @@ struct guards {
     uint8_t open[N_STACKS];       // steps of the reserve
     uint8_t told : N_STACKS;      // whether the fiber knows, a bit for each stack
     uint8_t pending : 1;          // the control stack overflowed, but that could not be told
+    uint8_t reporting : 1;        // the fiber reports a failure, and has what is open for that
     uint32_t told_at;             // handlers run below this offset into the control stack
 };
 _Static_assert(sizeof (struct guards) == sizeof (lispobj), "struct guards is one slot");

@@ -105,6 +105,68 @@
                                      (error 'expected-error))))))
     (is (= 3 (join (spawn (group) (+ 1 2)))))))
 
+(define-condition error-with-report (error)
+  ((function :initarg :function :reader report-function))
+  (:report (lambda (condition stream)
+             (funcall (report-function condition) condition stream))))
+
+(declaim (notinline recurse-for-ever))
+(defun recurse-for-ever (n)
+  (1+ (recurse-for-ever (1+ n))))
+
+(defstruct (endless (:constructor %make-endless ())) next)
+(defmethod print-object ((object endless) stream)
+  (print-unreadable-object (object stream :type t)
+    (prin1 (endless-next object) stream)))
+
+(defun make-endless ()
+  (let ((object (%make-endless)))
+    (setf (endless-next object) object)))
+
+(defparameter *reports*
+  (list (lambda (condition stream) (prin1-to-string condition) (format stream "~A" condition))
+        (lambda (condition stream) (declare (ignore condition stream)) (recurse-for-ever 1))
+        (lambda (condition stream) (declare (ignore stream)) (error condition))
+        (lambda (condition stream) (declare (ignore condition stream)) (error 'serious-condition))
+        (lambda (condition stream) (declare (ignore condition stream)) (error 'storage-condition))
+        (lambda (condition stream) (declare (ignore condition stream)) (break "in a report"))
+        (lambda (condition stream) (declare (ignore stream)) (invoke-debugger condition))
+        (lambda (condition stream) (declare (ignore condition)) (prin1 (make-endless) stream)))
+  "Ways in which the report of an error does not end.")
+
+(defun fail-with-mutex (mutex function)
+  "Call FUNCTION while MUTEX is taken."
+  (with-mutex (mutex) (funcall function)))
+
+;;; Prevents: a fiber that neither ends nor is unwound, and keeps its mutex, since the report of an error that nothing
+;;; handled enters the debugger where that is disabled.
+(test reports-that-do-not-end
+  (on-carriers (n)
+    (with-group (group n)
+      (dolist (report *reports*)
+        (let* ((mutex (make-mutex)) (fiber nil)
+               (condition (make-condition 'error-with-report :function report)))
+          (with-reports (text)
+              (wait-for-end (setf fiber (failing-fiber group (lambda ()
+                                                               (fail-with-mutex mutex (lambda () (error condition)))))))
+            (is (search "ERROR-WITH-REPORT" text) "~A" text))
+          (is (not (fiber-alive-p fiber)))
+          (is (null (mutex-owner mutex)))
+          (is (eq condition (handler-case (fiber-join fiber :timeout 0)
+                              (fiber-failed (failed) (fiber-failed-cause failed))))))))))
+
+;;; Nobody else gets the error of a report.
+(test reports-that-do-not-end-and-handlers
+  (with-group (group 1)
+    (let ((handled '()))
+      (dolist (report *reports*)
+        (quietly
+          (wait-for-end (failing-fiber group
+                                       (lambda ()
+                                         (handler-bind ((serious-condition (lambda (c) (push (type-of c) handled))))
+                                           (error 'error-with-report :function report)))))))
+      (is (equal (make-list (length *reports*) :initial-element 'error-with-report) handled)))))
+
 (test serious-conditions-and-warnings
   (with-group (group 1)
     (is (eq :abort (quietly (wait-for-end (failing-fiber group (lambda () (error 'serious-condition)))))))
@@ -127,6 +189,31 @@
                (is (eq :abort (wait-for-end fiber)))
                (is (equal (list (list 'expected-error fiber)) called))))
         (setf (sb-ext:symbol-global-value 'sb-ext:*invoke-debugger-hook*) usual)))))
+
+;;; As in a thread: a hook may wait, and leave for where it was made.
+(test debugger-hook-that-parks-and-exits
+  (on-carriers (n)
+    (with-group (group n)
+      (dolist (variable '(sb-ext:*invoke-debugger-hook* *debugger-hook*))
+        (dolist (park (list #'pause (lambda () (sleep 1/1000)) (lambda () (loop repeat 20 do (fiber-yield)))
+                            (lambda () (call-blocking #'list))))
+          (dolist (failing (list (lambda () (error 'expected-error))
+                                 (lambda () (car (opaque 1)))
+                                 (lambda () (funcall (opaque 'no-such-function)))
+                                 (lambda () (sb-sys:without-interrupts (error 'expected-error)))
+                                 (lambda () (call-blocking (lambda () (error 'expected-error))))
+                                 (lambda () (recurse-for-ever 1))))
+            (is (eq :returned
+                    (quietly
+                      (join (spawn (group)
+                              (block nil
+                                (progv (list 'sb-ext:*invoke-debugger-hook* variable)
+                                    (list nil (lambda (condition hook)
+                                                (declare (ignore condition hook))
+                                                (funcall park)
+                                                (return :returned)))
+                                  (funcall failing)))))))
+                "~S ~S" variable failing)))))))
 
 ;;;; What a report says
 

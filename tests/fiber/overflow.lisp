@@ -395,6 +395,60 @@
 (defun descend-a-little (n)
   (if (= n 0) 0 (1+ (descend-a-little (1- n)))))
 
+;;; The report of an error needs stack, where there may be none. Prevents: a fiber that enters the debugger where that
+;;; is disabled, and so neither ends nor is unwound; one that reports another error than it had.
+(test errors-at-the-end-of-the-stack
+  (on-carriers (n :counts '(1 2) :migration '(nil))
+    (with-group (group n)
+      (let ((causes '()))
+        (loop for distance from 20000 downto -100 by 167
+              do (let* ((mutex (sb-thread:make-mutex))
+                        (fiber (quietly
+                                 (let ((fiber (spawn (group)
+                                                (sb-thread:with-mutex (mutex)
+                                                  (call-at-distance distance (lambda () (error 'expected-error)))))))
+                                   (fiber-join fiber :default nil :timeout *patience*)
+                                   fiber)))
+                        (cause (handler-case (fiber-join fiber :timeout 0)
+                                 (fiber-failed (failed) (type-of (fiber-failed-cause failed)))
+                                 (error (condition) condition))))
+                   (push cause causes)
+                   (unless (and (member cause '(expected-error sb-kernel::control-stack-exhausted))
+                                (null (mutex-owner mutex)))
+                     (fail "At a distance of ~D: ~A, ~A" distance cause mutex))))
+        ;; What comes to the debugger is what is reported.
+        (is (< (count 'sb-kernel::control-stack-exhausted causes) 30) "~S" causes)))))
+
+(define-condition endless-report (error) ()
+  (:report (lambda (condition stream)
+             (format stream "~A" (keep (princ-to-string condition))))))
+
+;;; A handler of an overflow, which runs on the reserve, fails itself, and its error is printed without end. Prevents: a
+;;; fiber that uses up the reserve for the report, and so ends without being unwound.
+(test report-that-overflows-after-an-overflow
+  (on-carriers (n)
+    (with-group (group n)
+      (dolist (way *ways*)
+        (let* ((mutex (sb-thread:make-mutex)) (cleaned nil)
+               (fiber (quietly
+                        (let ((fiber (spawn (group)
+                                       (unwind-protect
+                                            (handler-bind ((storage-condition
+                                                             (lambda (condition)
+                                                               (declare (ignore condition))
+                                                               (error 'endless-report))))
+                                              (sb-thread:with-mutex (mutex) (funcall (cdr way))))
+                                         (fiber-yield)
+                                         (setf cleaned t)))))
+                          (fiber-join fiber :default nil :timeout *patience*)
+                          fiber))))
+          (is (eq t cleaned))
+          (is (null (mutex-owner mutex)))
+          (is (typep (handler-case (fiber-join fiber :timeout 0)
+                       (fiber-failed (failed) (fiber-failed-cause failed)))
+                     'endless-report))
+          (is (= 3 (join (spawn (group) (+ 1 2))))))))))
+
 ;;; Prevents: a fiber that is unwound in the midst of a wait and stays in a chain; one that is forgotten, since
 ;;; its successor overflowed while it took care of it; a reserve that is closed with who closes it inside.
 (test waits-at-the-end-of-the-stack
