@@ -18,7 +18,9 @@
 ;;;  - the fibers of all groups are ended before the other threads, while threads can still
 ;;;    be made, and spare carriers with them; the time-out is for fibers and threads together;
 ;;;  - who joins a fiber that was ended so is no error to report;
-;;;  - carriers are never unwound, and end with the process.
+;;;  - carriers are never unwound, and end with the process;
+;;;  - SIGTERM may come to a thread that would end, being ephemeral, and leave *EXIT-LOCK* locked;
+;;;    the kernel may choose the finalizer's. There another thread is made to call EXIT.
 
 (defun exit-by-thread ()
   "Go on with the EXIT that has unwound the running fiber, or handler."
@@ -35,6 +37,14 @@
                                :name "exit")
       ;; There is nothing to go back to, and nobody else may call EXIT any more.
       (error (condition) (exit-without-thread code condition)))))
+
+(defun exit-by-signal ()
+  "What the handler of SIGTERM does."
+  (if (sb-thread::thread-ephemeral-p *current-thread*)
+      (handler-case (with-interrupts ; which unblocks signals, for the new thread as well
+                      (sb-thread:make-thread #'exit :name "exit"))
+        (error (condition) (exit-without-thread 0 condition)))
+      (exit)))
 
 (defun exit-without-thread (code condition)
   "End the process at once, since CONDITION is why there is no thread to unwind the others."

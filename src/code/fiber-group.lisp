@@ -125,6 +125,10 @@ ACCEPT-SIGNALS: an interruption could unwind it before it has begun."
   (sb-unix::pthread-sigmask sb-unix::SIG_UNBLOCK (foreign-symbol-sap "thread_start_sigset" t) nil)
   (block-timer-signal))
 
+(defun refuse-signals ()
+  "Let this thread be sent no signals; those of the process go to others."
+  (sb-unix::pthread-sigmask sb-unix::SIG_BLOCK (foreign-symbol-sap "thread_start_sigset" t) nil))
+
 ;;;; groups
 
 (define-alien-routine ("fiber_cycles_per_millisecond" %cycles-per-millisecond) (unsigned 40))

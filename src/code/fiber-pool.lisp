@@ -32,6 +32,12 @@
 ;;;
 ;;; A thread whose call was abandoned stays in the pool, and counts, until the call has been
 ;;; unwound or has returned: there are never more threads than the limit.
+;;;
+;;; An ephemeral thread in which somebody calls EXIT would end, and leave *EXIT-LOCK* locked:
+;;;  - nothing that FUNCTION does leaves a call but by MAKE-CALL, which lets a thread go on with
+;;;    EXIT;
+;;;  - signals are blocked but for the calls: an idle thread would handle those of the process,
+;;;    SIGTERM above all, at its next call, or at its end.
 
 (defconstant +idle-seconds+ 5)
 
@@ -120,20 +126,35 @@
                (take-entry pool))
           (progn (leave-pool pool) nil)))))
 
-;;; Interrupts are enabled in the calls only: nothing can unwind the thread in between.
 (defun run-pool-thread (pool)
+  (catch 'sb-impl::%end-of-the-world
+    (serve-pool pool))
+  (when *exit-in-progress* (exit-by-thread)))
+
+;;; Interrupts are enabled in the calls only: nothing can unwind the thread in between.
+(defun serve-pool (pool)
   (without-interrupts
-    (accept-signals)
     (loop
+      (handle-late-signals)
       (let ((call (next-call pool))
             (whole nil))
         (unless call (return))
-        (unwind-protect (progn (allow-with-interrupts (make-call call))
+        (unwind-protect (progn (accept-signals)
+                               (allow-with-interrupts (make-call call))
                                (setf whole t))
+          (refuse-signals)
           (with-pool-lock (pool)
             (if whole
                 (incf (blocking-pool-idle pool))
                 (leave-pool pool))))))))
+
+(defun handle-late-signals ()
+  "Handle what came between the end of a call and the blocking of signals."
+  (loop while *interrupt-pending*
+        do (catch 'sb-impl::%end-of-the-world
+             (catch 'sb-thread::%abort-thread (receive-signals)))
+           (when *exit-in-progress* (exit-by-thread))
+           (refuse-signals)))
 
 (defun make-call (call)
   "Make CALL, unless it was abandoned. Returns whatever becomes of it."
@@ -163,7 +184,10 @@
                                         (blocking-call-outcome call) :failed)
                                   (return-from call-for-fiber nil))))
     (let ((values (multiple-value-list
-                   (with-interrupts (funcall (the function (blocking-call-function call)))))))
+                   ;; An exit to a frame of the fiber, which is on another stack, is an error here.
+                   (sb-c::inspect-unwinding
+                    (with-interrupts (funcall (the function (blocking-call-function call))))
+                    #'sb-di::catch-runaway-unwind))))
       (setf (blocking-call-result call) values
             (blocking-call-outcome call) :returned))))
 

@@ -144,6 +144,57 @@
                                    (lambda () (sb-ext:exit :code 13)))
                                  '(sleep 30)))))
 
+;;; The signal is for whichever thread does not block it. Prevents: one that finds a thread which never handles it.
+(test term-while-the-main-thread-blocks-signals
+  (dolist (forms '(((sb-unix::pthread-sigmask sb-unix::SIG_BLOCK
+                     (sb-sys:foreign-symbol-sap "thread_start_sigset" t) nil)
+                    (sb-unix:unix-kill (sb-unix:unix-getpid) sb-unix:sigterm)
+                    (loop (sleep 1)))
+                   ((sb-sys:without-interrupts
+                      (sb-unix:unix-kill (sb-unix:unix-getpid) sb-unix:sigterm)
+                      (sleep 1/2))
+                    (loop (sleep 1)))
+                   ;; one that the kernel may choose
+                   ((sb-unix:pthread-kill (sb-thread::thread-os-thread sb-impl::*finalizer-thread*)
+                                          sb-unix:sigterm)
+                    (loop (sleep 1)))))
+    ;; Threads of the pool are idle, as well. EXIT waits for the main thread, which cannot be unwound.
+    (is (equal (list 0 *unwound* :quiet)
+               (apply #'exit-with-cleanups *fibers-to-unwind* *wait-until-all-have-begun*
+                      '(setf sb-ext:*exit-timeout* 5)
+                      '(fiber-join (submit-fiber *group* (make-fiber (lambda () (call-blocking #'list)))))
+                      forms)))))
+
+;;; Prevents: hooks that are called again where no thread can be made any more, and wait for ever.
+(test exit-hooks-that-run-fibers
+  (let ((hook '(push (lambda ()
+                       (princ "<hook>")
+                       (when (equal '(1 2) (run-fibers (list (make-fiber (lambda () (sleep 1/100) 1))
+                                                             (make-fiber (lambda () (fiber-yield) 2)))))
+                         (princ "<run>"))
+                       (setf *stop* t)
+                       (when (eq :stopped (fiber-join *other*)) (princ "<joined>"))
+                       (finish-output))
+                sb-ext:*exit-hooks*))
+        (other '(defvar *other* (submit-fiber *group*
+                                 (make-fiber (lambda () (loop until *stop* do (sleep 1/1000)) :stopped))))))
+    (flet ((exits-with (form)
+             (exit-with-cleanups '(defvar *stop* nil)
+                                 '(defvar *group* (start-fibers nil :carrier-count 1))
+                                 other hook form '(loop (sleep 1)))))
+      (is (equal '(3 ("hook" "joined" "run") :quiet) (exits-with '(sb-ext:exit :code 3))))
+      (is (equal '(4 ("hook" "joined" "run") :quiet)
+                 (exits-with '(submit-fiber *group* (make-fiber (lambda () (sb-ext:exit :code 4)))))))
+      (is (equal '(5 ("hook" "joined" "run") :quiet)
+                 (exits-with '(sb-thread:make-thread (lambda () (sb-ext:exit :code 5))))))
+      (is (equal '(6 ("hook" "joined" "run") :quiet)
+                 (exits-with '(run-fibers (make-fiber (lambda () (sb-ext:exit :code 6)))))))
+      (is (equal '(8 ("hook" "joined" "run") :quiet)
+                 (exits-with '(run-fibers (make-fiber (lambda ()
+                                                        (call-blocking (lambda () (sb-ext:exit :code 8)))))))))
+      (is (equal '(0 ("hook" "joined" "run") :quiet)
+                 (exits-with '(sb-unix:unix-kill (sb-unix:unix-getpid) sb-unix:sigterm)))))))
+
 ;;; Prevents: a second caller who goes on, or whose code wins.
 (test several-fibers-exit
   (destructuring-bind (code cleanups quiet)

@@ -139,6 +139,34 @@
       (is (eq :unwound (outcome (lambda () (throw 'sb-impl::%end-of-the-world nil)))))
       (is (= 5 (in-fiber () (call-blocking (lambda () (+ 2 3)))))))))
 
+;;; Prevents: a thread of the pool that unwinds to its base, and enters the debugger there.
+(test a-call-that-exits-to-its-fiber
+  (with-pool ()
+    (on-carriers (n)
+      (let ((cleaned 0))
+        (flet ((outcome (function)
+                 (in-fiber (n) (handler-case (funcall function)
+                                 (control-error () :control-error)))))
+          (is (eq :control-error
+                  (outcome (lambda ()
+                             (block nil
+                               (call-blocking (lambda ()
+                                                (unwind-protect (return :returned)
+                                                  (incf cleaned)))))))))
+          (is (eq :control-error
+                  (outcome (lambda ()
+                             (tagbody
+                                (call-blocking (lambda ()
+                                                 (unwind-protect (go out)
+                                                   (incf cleaned))))
+                              out)))))
+          (is (eq :control-error
+                  (outcome (lambda ()
+                             (catch 'tag-of-the-fiber
+                               (call-blocking (lambda () (throw 'tag-of-the-fiber 1)))))))))
+        (is (= 2 cleaned))
+        (is (= 5 (in-fiber () (call-blocking (lambda () (+ 2 3))))))))))
+
 ;;;; many
 
 (test many-calls-few-threads
@@ -399,3 +427,69 @@ if the call was unwound."
                                             (sb-fiber:make-fiber
                                               (lambda () (sb-fiber:call-blocking
                                                            (lambda () (sb-ext:exit :code 7))))))")))))
+
+;;; Prevents: the same. The first thread of the pool that EXIT is called in, since nothing handles an error, was dead
+;;; then, and had the lock.
+(test exit-after-a-call-that-exits-to-its-fiber
+  (is (= 7 (call-in-child (list "--eval" "(ignore-errors
+                                            (sb-fiber:run-fibers
+                                              (sb-fiber:make-fiber
+                                                (lambda ()
+                                                  (block nil
+                                                    (sb-fiber:call-blocking (lambda () (return 1))))))))"
+                                "--eval" "(sb-ext:exit :code 7)")
+                          :wrapper '("timeout" "-k" "5" "30")))))
+
+;;; Prevents: an EXIT that begins in an idle thread of the pool, and never ends.
+(defun exit-code-with-term-for-idle-thread (&rest forms)
+  (values
+   (call-in-child
+    (list "--eval" *child-package*
+          "--eval"
+          (printed
+           `(let* ((group (start-fibers nil :carrier-count 1))
+                   (pool sb-fiber::*blocking-pool*)
+                   (idle (progn
+                           (fiber-join (submit-fiber group (make-fiber (lambda ()
+                                                                         (call-blocking #'list)))))
+                           (loop until (= 1 (sb-fiber::blocking-pool-idle pool))
+                                 do (sleep 1/1000))
+                           (first (sb-fiber::blocking-pool-threads pool)))))
+              (sb-unix:pthread-kill (sb-thread::thread-os-thread idle) sb-unix:sigterm)
+              ,@forms)))
+    :wrapper '("timeout" "-k" "5" "30"))))
+
+(test term-for-an-idle-thread
+  ;; It ends without another call.
+  (is (= 7 (exit-code-with-term-for-idle-thread
+            '(finish-fibers group)
+            '(loop while (sb-thread:thread-alive-p idle) do (sleep 1/100))
+            '(sb-ext:exit :code 7))))
+  ;; The next call is interrupted by it.
+  (is (= 0 (exit-code-with-term-for-idle-thread
+            '(submit-fiber group (make-fiber (lambda () (call-blocking (lambda () (loop (sleep 1)))))))
+            '(loop (sleep 1))))))
+
+(defun blocks-p (thread signal)
+  "Does THREAD block SIGNAL, as the kernel says?"
+  (with-open-file (status (format nil "/proc/self/task/~D/status" (sb-thread::thread-os-tid thread)))
+    (loop for line = (read-line status)
+          when (eql 0 (search "SigBlk:" line))
+            return (logbitp (1- signal) (parse-integer line :start 8 :radix 16)))))
+
+;;; Who leaves a handler by a non-local exit has unblocked all.
+(test idle-threads-block-signals
+  (with-pool (1)
+    (with-group (group 1)
+      (flet ((idle-thread ()
+               (wait-until (= 1 (sb-fiber::blocking-pool-idle sb-fiber::*blocking-pool*)))
+               (first (sb-fiber::blocking-pool-threads sb-fiber::*blocking-pool*))))
+        (is (equal '(nil nil)
+                   (join (spawn (group)
+                           (call-blocking (lambda ()
+                                            (list (blocks-p sb-thread:*current-thread* sb-unix:sigterm)
+                                                  (blocks-p sb-thread:*current-thread* sb-unix:sigurg))))))))
+        (is-true (blocks-p (idle-thread) sb-unix:sigterm))
+        (with-abandoned-call (#'terminate-fiber)
+          (is-true (wait-until cleaned))
+          (is-true (blocks-p (idle-thread) sb-unix:sigterm)))))))
