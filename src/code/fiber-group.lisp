@@ -154,24 +154,30 @@ registered; there is :ONE-SHOT. NAME is for printing."
              (setf done (if fibers
                             (with-local-interrupts (submit-all group fibers))
                             (progn (cas *default-group* nil group) t)))
-          (unless done (allow-with-interrupts (finish-surely group :abort t))))
+          (unless done (allow-with-interrupts (finish-surely group))))
         group))))
 
 (defun submit-all (group fibers)
   (dolist (fiber fibers t)
     (submit-fiber group fiber)))
 
-;;; EXIT, which unwinds this thread first, ends the fibers afterwards.
-(defun finish-surely (group &key abort)
-  "Finish GROUP, which nobody else knows. If this is unwound a thread goes on with it. With interrupts off."
+;;; EXIT, which unwinds this thread first, ends the fibers afterwards. No deadline holds here: it
+;;; may be what has unwound the caller.
+(defun finish-surely (group)
+  "End GROUP, which nobody else knows. If this is unwound a thread goes on. With interrupts off."
   (without-interrupts
-    (let ((done *exit-in-progress*))
-      (unwind-protect
-           (unless done
-             (setf done (with-local-interrupts (finish-fibers group :abort abort))))
-        (unless (or done *exit-in-progress*)
-          (sb-thread:make-thread #'finish-fibers :arguments (list group :abort abort)
-                                                 :name "finishing of a group of fibers"))))))
+    (let ((aborted (make-hash-table :test 'eq))
+          (done *exit-in-progress*))
+      (flet ((finish ()
+               (abort-until-done (list group) nil aborted)
+               (stop-group group)))
+        (unwind-protect
+             (unless done
+               (with-deadline (:seconds nil :override t)
+                 (with-local-interrupts (finish)))
+               (setf done t))
+          (unless (or done *exit-in-progress*)
+            (sb-thread:make-thread #'finish :name "finishing of a group of fibers")))))))
 
 (defun carrier-count-argument (count)
   (cond ((null count)
@@ -241,27 +247,41 @@ of GROUP."
         (stop-group group)
         t))))
 
-;;; None is aborted twice, as it may be in a cleanup form. One that is being unwound by an error of
-;;; its own may be in one as well, and is aborted there, as a thread is: it could also come out of
-;;; it, and go on.
-(defun abort-until-done (groups deadline)
-  (mapc #'close-group groups)
-  (abort-all groups deadline)
-  (every (lambda (group) (wait-until-done group deadline)) groups))
+;;; None is aborted twice, as it may be in a cleanup form; but a second call for a group means that. One
+;;; that is being unwound by an error of its own may be in one as well, and is aborted there, as a thread
+;;; is: it could also come out of it, and go on.
+(defun abort-until-done (groups deadline &optional (aborted (make-hash-table :test 'eq)))
+  "End the fibers of GROUPS that are not in ABORTED, enter them there, and wait for the end of all, or until
+DEADLINE; then return false."
+  (let ((again (remove-if-not #'group-closed-p groups)))
+    (mapc #'close-group groups)
+    (flet ((abort-p (fiber)
+             (let ((group (fiber-group fiber)))
+               (and (memq group groups)
+                    (not (gethash fiber aborted))
+                    (or (memq group again) (not (fiber-aborted fiber)))))))
+      (abort-all groups deadline aborted #'abort-p))
+    (every (lambda (group) (wait-until-done group deadline)) groups)))
 
 ;;; The groups are closed. If none was about to enter before the fibers are listed, then all are.
-(defun abort-all (groups deadline)
-  "Abort all fibers of GROUPS, unless DEADLINE comes before all can be found."
-  (let ((aborted (make-hash-table :test 'eq)))
-    (loop
-      (let ((more (some #'entries-p groups)))
-        (barrier (:read))
-        (dolist (fiber (list-all-fibers))
-          (when (and (memq (fiber-group fiber) groups) (not (gethash fiber aborted)))
+(defun abort-all (groups deadline aborted predicate)
+  "Abort all fibers of GROUPS of which PREDICATE is true, unless DEADLINE comes before all can be
+found. Enter them into ABORTED."
+  (declare (function predicate))
+  (loop
+    (let ((more (some #'entries-p groups)))
+      (barrier (:read))
+      (dolist (fiber (list-all-fibers))
+        (when (funcall predicate fiber)
+          (without-interrupts
             (setf (gethash fiber aborted) t)
-            (%interrupt-fiber fiber #'sb-thread:abort-thread)))
-        (when (or (not more) (deadline-passed-p deadline)) (return))
-        (fiber-sleep 1/1000)))))
+            (abort-fiber fiber))))
+      (when (or (not more) (deadline-passed-p deadline)) (return))
+      (fiber-sleep 1/1000))))
+
+(defun abort-fiber (fiber)
+  (setf (fiber-aborted fiber) t)
+  (%interrupt-fiber fiber #'sb-thread:abort-thread))
 
 (defun stop-group (group)
   "End the carriers of GROUP, which is closed and of which no fiber is alive."
@@ -294,18 +314,59 @@ of GROUP."
 
 (declaim (ftype (sfunction (t &key (:carrier-count t)) list) run-fibers))
 (defun run-fibers (fibers &key carrier-count)
-  "Run FIBERS, a list of fibers or a fiber, to their end, on CARRIER-COUNT carriers started for them.
-Returns a list of what FIBER-JOIN returns for each as first value. Signals what it signals."
-  (let* ((fibers (if (listp fibers) fibers (list fibers)))
-         (n (carrier-count-argument carrier-count)))
-    (without-interrupts ; lest the group be lost
-      (let ((group (allow-with-interrupts (make-running-group n nil)))
-            (submitted nil))
-        (unwind-protect
-             (with-local-interrupts
-               (setf submitted (submit-all group fibers))
-               (mapcar #'fiber-join-first fibers))
-          (allow-with-interrupts (finish-surely group :abort (not submitted))))))))
+  "Run FIBERS, a list of fibers or a fiber, to their end. Returns a list of what FIBER-JOIN returns
+for each as first value. Signals what it signals for the first that ended abnormally. In a thread
+they run in a group of CARRIER-COUNT carriers that is started for them, and finished; in a fiber
+they run in the group of that fiber, unless CARRIER-COUNT is given. A non-local exit from here ends
+FIBERS, and waits for their cleanup forms."
+  (let ((fibers (if (listp fibers) fibers (list fibers)))
+        (group (and (null carrier-count) (group-to-run-in))))
+    (if group
+        (run-in-group group fibers)
+        (run-in-new-group fibers (carrier-count-argument carrier-count)))))
+
+(defun group-to-run-in ()
+  "The group of the running fiber, or NIL if there is none, or if that takes no more fibers."
+  (let* ((fiber (current-fiber))
+         (group (and fiber (fiber-group fiber))))
+    (if (and group (not (group-closed-p group)))
+        group
+        nil)))
+
+(defun run-in-new-group (fibers carrier-count)
+  (without-interrupts ; lest the group be lost
+    (let ((group (allow-with-interrupts (make-running-group carrier-count nil)))
+          (done nil))
+      (unwind-protect
+           (with-local-interrupts
+             (submit-all group fibers)
+             (prog1 (mapcar #'fiber-join-first fibers)
+               (finish-fibers group)
+               (setf done t)))
+        (unless done (allow-with-interrupts (finish-surely group)))))))
+
+(defun run-in-group (group fibers)
+  (let ((submitted '()) (done nil))
+    (without-interrupts ; what is running is in the list
+      (unwind-protect
+           (progn
+             (dolist (fiber fibers)
+               (allow-with-interrupts (submit-fiber group fiber))
+               (push fiber submitted))
+             (prog1 (with-local-interrupts (mapcar #'fiber-join-first fibers))
+               (setf done t)))
+        (unless (or done *exit-in-progress*)
+          (allow-with-interrupts (end-fibers submitted)))))))
+
+(defun end-fibers (fibers)
+  "End FIBERS, and wait for that. If this is unwound they end all the same. With interrupts off."
+  (without-interrupts
+    (dolist (fiber fibers)
+      (unless (fiber-aborted fiber) (abort-fiber fiber)))
+    (with-deadline (:seconds nil :override t)
+      (with-local-interrupts
+        (dolist (fiber fibers)
+          (wait-for-end fiber nil))))))
 
 (defun fiber-join-first (fiber)
   (values (fiber-join fiber)))

@@ -345,6 +345,10 @@ or SB-FIBER:*DEFAULT-STACK-SIZE* if none is given."))
   "Are there fibers of GROUP that are counted and perhaps cannot be found?"
   (>= (fiber-group-population group) +entry+))
 
+(defun group-closed-p (group)
+  "Does GROUP take no more fibers?"
+  (logtest (fiber-group-population (truly-the fiber-group group)) +closed+))
+
 (defun close-group (group)
   "Let no more fibers enter GROUP."
   (loop

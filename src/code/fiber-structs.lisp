@@ -44,6 +44,8 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   ;; The carrier that ran it last, if migration is forced.
   (last-carrier nil)
   (pin-count 0 :type fixnum)
+  ;; True once its group, or the fiber that runs it, has asked it to end.
+  (aborted nil)
   ;; What it waits for while it is parked, see WHAT-IT-WAITS-FOR.
   (wait-reason nil)
   ;; The cycle count when it was last left, or a few turns before.

@@ -223,7 +223,8 @@
   (on-carriers (n)
     (let* ((pollers (pollers-in-use)) (started (make-flag)) (stop (make-flag)) (cleanups (make-flag))
            (waiting (lambda ()
-                      (unwind-protect (loop until (flag-value stop) do (raise-flag started) (sleep 1/1000))
+                      (unwind-protect (progn (raise-flag started) (fiber-park))
+                        (loop until (flag-value stop) do (sleep 1/1000))
                         (count-one cleanups))))
            (runner (make-thread (lambda () (run-fibers (make-fiber waiting) :carrier-count n)))))
       (is-true (wait-until (flag-value started)))
@@ -246,7 +247,7 @@
                  (sleep (random 0.01))
                  (loop while (sb-thread:thread-alive-p starter)
                        do (ignore-errors (sb-thread:terminate-thread starter))
-                          (sleep 1/1000))))
+                          (sleep 1/100)))) ; a thread has room for eight handlers at a time
       (is-true (wait-until (= pollers (pollers-in-use)))))))
 
 (test finish-several-times-at-once
@@ -283,6 +284,162 @@
                                 (run-fibers (loop for k from 1 to 3
                                                   collect (let ((k k)) (make-fiber (lambda () (fiber-yield) k))))
                                             :carrier-count 2)))))))
+
+;;; Prevents: a group, and its threads, for each call; there cannot be more than 62.
+(test run-fibers-in-fibers
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((groups sb-fiber::*groups*) (started 0))
+        (sb-int:encapsulate 'sb-fiber::make-running-group 'test
+                            (lambda (f &rest arguments) (incf started) (apply f arguments)))
+        (unwind-protect
+             (is (all-true-p
+                  (join-all
+                   (loop for i below 80
+                         collect (let ((i i))
+                                   (spawn (group)
+                                     (equal (list (list i group) (list (1+ i) group))
+                                            (run-fibers
+                                             (loop for k from i to (1+ i)
+                                                   collect (let ((k k))
+                                                             (make-fiber
+                                                              (lambda ()
+                                                                (fiber-yield)
+                                                                (list k (fiber-group (current-fiber)))))))))))))))
+          (sb-int:unencapsulate 'sb-fiber::make-running-group 'test))
+        (is (= 0 started))
+        (is (eq groups sb-fiber::*groups*))
+        ;; a single one, and none
+        (is (equal '((1) ()) (join (spawn (group) (list (run-fibers (make-fiber (constantly 1))) (run-fibers '()))))))
+        ;; in a group of its own, if that is asked for
+        (is (not (eq group (join (spawn (group)
+                                   (first (run-fibers (make-fiber (lambda () (fiber-group (current-fiber))))
+                                                      :carrier-count 1)))))))))))
+
+;;; A cleanup form may run fibers, when its group takes no more.
+(test run-fibers-in-a-group-that-is-closed
+  (on-carriers (n)
+    (let* ((group (start-fibers nil :carrier-count n)) (values nil)
+           (fiber (spawn (group)
+                    (unwind-protect (fiber-park)
+                      (setf values (run-fibers (list (make-fiber (constantly 1)) (make-fiber (constantly 2)))))))))
+      (wait-until-parked fiber)
+      (is (eq t (finish-fibers group :abort t :timeout *patience*)))
+      (is (equal '(1 2) values)))))
+
+(defparameter *places-to-run-fibers*
+  (list (lambda (function) (join-thread (make-thread function) :timeout *patience* :default :hangs))
+        (lambda (function) (in-fiber () (funcall function)))
+        (lambda (function) (in-fiber (2) (funcall function)))
+        (lambda (function) (in-fiber (1) (with-fiber-pinned (funcall function)))))
+  "Functions that call another one in a thread and in fibers.")
+
+(defun endless-fibers (flag cleanups)
+  "Fibers that never end by themselves; each counts in FLAG when it has begun, and in CLEANUPS when it has been unwound."
+  (flet ((endless (function)
+           (make-fiber (lambda ()
+                         (unwind-protect (progn (count-one flag) (funcall function))
+                           (fiber-yield)
+                           (sleep 1/1000)
+                           (count-one cleanups))))))
+    (list (endless #'fiber-park)
+          (endless (lambda () (loop (fiber-yield))))
+          (endless (lambda () (sleep 3600))))))
+
+(defun call-with-endless-fibers (function)
+  "Call FUNCTION with a function that runs endless fibers, after others that it may be given, and one that waits until
+all have begun. Return what it returns, :ALIVE if a fiber is alive then, or :UNCLEAN if one was not unwound."
+  (let* ((begun (make-flag)) (cleanups (make-flag)) (fibers (endless-fibers begun cleanups))
+         (result (funcall function
+                          (lambda (&optional others) (run-fibers (append others fibers)))
+                          (lambda () (wait-until (= 3 (flag-count begun)))))))
+    (cond ((some #'fiber-alive-p fibers) :alive)
+          ((/= 3 (flag-count cleanups)) (list :unclean (flag-count cleanups)))
+          (t result))))
+
+(defun failing-run (run all-begun)
+  (handler-case (funcall run (list (make-fiber (lambda () (funcall all-begun) (error 'expected-error)))))
+    (fiber-failed (condition) (and (typep (fiber-failed-cause condition) 'expected-error) :unwound))))
+
+(defun run-with-timeout (run all-begun)
+  (declare (ignore all-begun))
+  (handler-case (sb-ext:with-timeout 1/4 (funcall run))
+    (sb-ext:timeout () :unwound)))
+
+(defun run-with-deadline (run all-begun)
+  (declare (ignore all-begun))
+  (handler-case (sb-sys:with-deadline (:seconds 1/4) (funcall run))
+    (sb-sys:deadline-timeout () :unwound)))
+
+(defun interrupted-run (run all-begun)
+  (let ((runner sb-thread:*current-thread*))
+    (catch 'unwound
+      (make-thread (lambda ()
+                     (funcall all-begun)
+                     (sb-thread:interrupt-thread runner (lambda () (throw 'unwound :unwound)))))
+      (funcall run))))
+
+(defun refused-run ()
+  "Run fibers of which one cannot be submitted; those before it have been."
+  (let ((fibers (list (make-fiber #'fiber-park) (make-fiber #'fiber-park)))
+        (ended (make-fiber #'list)))
+    (run-fibers ended :carrier-count 1)
+    (handler-case (run-fibers (append fibers (list ended) fibers))
+      (sb-thread:thread-error ()
+        (if (some #'fiber-alive-p fibers) :alive :unwound)))))
+
+;;; Prevents: fibers that go on for ever in a group that nobody has; a wait for what never ends.
+(test run-fibers-unwound
+  (let ((pollers (pollers-in-use)))
+    (dolist (place *places-to-run-fibers*)
+      (dolist (way '(failing-run run-with-timeout run-with-deadline interrupted-run))
+        (is (eq :unwound (quietly (funcall place (lambda () (call-with-endless-fibers way)))))
+            "~S" way))
+      (is (eq :unwound (funcall place #'refused-run))))
+    (is-true (wait-until (= pollers (pollers-in-use))))
+    (is (null sb-fiber::*groups*))))
+
+;;; Terminated, the runner ends them before it goes on unwinding.
+(test run-fibers-terminated
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((begun (make-flag)) (cleanups (make-flag)) (fibers (endless-fibers begun cleanups)) (trace nil)
+             (runner (spawn (group)
+                       (unwind-protect (run-fibers fibers)
+                         (setf trace (list (flag-count cleanups) (some #'fiber-alive-p fibers)))))))
+        (is-true (wait-until (= 3 (flag-count begun))))
+        (terminate-fiber runner)
+        (is (eq :abort (wait-for-end runner)))
+        (is (equal '(3 nil) trace))))
+    (let* ((begun (make-flag)) (cleanups (make-flag)) (fibers (endless-fibers begun cleanups)) (trace nil)
+           (runner (make-thread (lambda ()
+                                  (unwind-protect (run-fibers fibers :carrier-count n)
+                                    (setf trace (list (flag-count cleanups) (some #'fiber-alive-p fibers))))))))
+      (is-true (wait-until (= 3 (flag-count begun))))
+      (sb-thread:terminate-thread runner)
+      (is (eq :unwound (join-thread runner :timeout *patience* :default :unwound)))
+      (is (equal '(3 nil) trace)))))
+
+;;; Terminated once more, while it waits for a cleanup form, the fiber does not wait for it; it runs to its end.
+(test run-fibers-in-a-fiber-unwound-twice
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((started (make-flag)) (cleaning (make-flag)) (stop (make-flag)) (cleanups (make-flag))
+             (runner (spawn (group)
+                       (run-fibers (make-fiber (lambda ()
+                                                 (unwind-protect (progn (raise-flag started) (fiber-park))
+                                                   (raise-flag cleaning)
+                                                   (loop until (flag-value stop) do (sleep 1/1000))
+                                                   (count-one cleanups))))))))
+        (is-true (wait-until (flag-value started)))
+        (terminate-fiber runner)
+        (is-true (wait-until (flag-value cleaning)))
+        (loop while (fiber-alive-p runner)
+              do (ignore-errors (terminate-fiber runner))
+                 (sleep 1/100))
+        (is (= 0 (flag-count cleanups)))
+        (raise-flag stop)
+        (is-true (wait-until (= 1 (flag-count cleanups))))))))
 
 (test run-fibers-signals
   (quietly
