@@ -41,7 +41,7 @@
 ;;; thread may still close: that is so for threads as well.
 
 (define-condition descriptor-closed (error)
-  ((descriptor :initarg :descriptor :reader descriptor-closed-descriptor))
+  ((descriptor :initarg :descriptor :reader %descriptor-closed-descriptor))
   (:report (lambda (condition stream)
              (format stream "The file descriptor ~D was closed while a fiber used it."
                      (descriptor-closed-descriptor condition))))
@@ -76,6 +76,10 @@ when that is closed."))
 (defun ensure-same-file (cell file)
   (unless (same-file-p cell file)
     (error 'descriptor-closed :descriptor (fd-cell-fd cell))))
+
+(defun descriptor-closed-descriptor (condition)
+  "The number of the descriptor of CONDITION, a DESCRIPTOR-CLOSED."
+  (%descriptor-closed-descriptor condition))
 
 ;;;; waiting for a descriptor
 

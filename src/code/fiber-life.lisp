@@ -21,7 +21,7 @@
 (define-load-time-global *fiber-storage-lock* (sb-thread:make-mutex :name "fiber memory"))
 
 (define-condition fiber-failed (sb-thread:join-thread-error)
-  ((cause :initarg :cause :reader fiber-failed-cause))
+  ((cause :initarg :cause :reader %fiber-failed-cause))
   (:report (lambda (condition stream)
              (format stream "Joining ~S failed: it ended with~%~@<  ~@;~A~:>"
                      (sb-thread:thread-error-thread condition)
@@ -29,22 +29,33 @@
   (:documentation "Signalled by FIBER-JOIN when the fiber was ended by an error that nothing handled.
 FIBER-FAILED-CAUSE is that error."))
 
+(defun fiber-failed-cause (condition)
+  "The condition that ended the fiber of CONDITION, a FIBER-FAILED."
+  (%fiber-failed-cause condition))
+
 ;;;; the fiber
+
+;;; What a fiber waits for may be another that waits for it, or have such an owner, and its values
+;;; may contain it. *PRINT-LEVEL* does not count that: neither is printed of a fiber inside.
+(defvar *printing-inside-a-fiber* nil)
+(declaim (type boolean *printing-inside-a-fiber*))
 
 (defmethod print-object ((fiber fiber) stream)
   (print-unreadable-object (fiber stream :type t :identity t)
     (multiple-value-bind (state reason) (fiber-state fiber)
-      (format stream "~@[~S ~]~(~A~)~@[ on ~A~]" (fiber-%name fiber) state
-              (wait-reason-in-words reason))
-      (when (eq state :finished)
-        (print-values (fiber-result fiber) stream)))))
+      (format stream "~@[~S ~]~(~A~)" (fiber-%name fiber) state)
+      (unless *printing-inside-a-fiber*
+        (let ((*printing-inside-a-fiber* t)
+              (*print-array* nil)
+              (*print-length* 2)
+              (*print-level* 4))
+          (format stream "~@[ on ~A~]" (wait-reason-in-words reason))
+          (when (eq state :finished)
+            (print-values (fiber-result fiber) stream)))))))
 
 (defun print-values (values stream)
   "What is printed of a thread that has returned VALUES."
-  (let ((*print-array* nil)
-        (*print-length* 2)
-        (*print-level* 4))
-    (format stream "~:[ no values~; values: ~:*~{~S~^, ~}~]" values)))
+  (format stream "~:[ no values~; values: ~:*~{~S~^, ~}~]" values))
 
 (declaim (ftype (sfunction ((or symbol function) &key (:name t) (:stack-size unsigned-byte)
                                                  (:initial-bindings list))
@@ -93,6 +104,9 @@ to which they are bound in the fiber."
 (defun fiber-name (fiber)
   "The name of FIBER, a string or NIL."
   (fiber-%name fiber))
+
+(setf (documentation 'fiber-group 'function)
+      "The group that the fiber was submitted to, or NIL.")
 
 (declaim (ftype (sfunction (fiber) (values symbol t)) fiber-state))
 (defun fiber-state (fiber)
@@ -420,9 +434,16 @@ GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is
 (defun fiber-join (fiber &key (default nil defaultp) timeout)
   "Wait until FIBER has ended and return the values of its function. Waits at most TIMEOUT seconds.
 If that is over, or FIBER ended abnormally, return DEFAULT and :TIMEOUT or :ABORT, or
-signal a JOIN-THREAD-ERROR if DEFAULT is not given: FIBER-FAILED if it ended by an error."
+signal a JOIN-THREAD-ERROR if DEFAULT is not given: FIBER-FAILED if it ended by an error.
+FIBER must have been submitted before, or terminated, else a THREAD-ERROR is signalled, also if
+DEFAULT is given."
   (when (eq fiber *current-thread*)
     (error 'sb-thread:join-thread-error :thread fiber :problem :self-join))
+  ;; It has a context once its submission cannot fail any more, and keeps it until it is dead: while
+  ;; another thread submits it, either may happen.
+  (unless (or (/= (fiber-context fiber) 0) (not (fiber-alive-p fiber)))
+    (misuse fiber "~@<~S was not submitted, and would never end: SUBMIT-FIBER lets it run, and ~
+                   then it can be joined.~:@>" fiber))
   (let ((problem (cond ((not (wait-for-end fiber timeout)) :timeout)
                        ((not (listp (fiber-result fiber))) :abort))))
     (cond ((not problem) (values-list (fiber-result fiber)))

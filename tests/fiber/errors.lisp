@@ -336,6 +336,60 @@
                                     (lambda () (sleep (eval "1")))
                                     (lambda () (fiber-wait-for 42)))))))))
 
+;;; Prevents: a wait for a fiber that nobody will ever run.
+(test join-of-a-fiber-that-was-not-submitted
+  (let ((fiber (make-fiber (constantly 1))))
+    (dolist (join (list (lambda () (fiber-join fiber))
+                        (lambda () (fiber-join fiber :timeout 0))
+                        (lambda () (fiber-join fiber :default 1 :timeout 1/100))
+                        (lambda () (sb-thread:join-thread fiber :timeout 1/100))
+                        (lambda () (sb-thread:join-thread fiber :default 1 :timeout 1/100))))
+      (flet ((misused-p ()
+               (handler-case (progn (funcall join) nil)
+                 (sb-thread:join-thread-error () nil)
+                 (sb-thread:thread-error (condition)
+                   (and (eq fiber (sb-thread:thread-error-thread condition))
+                        (search "SUBMIT-FIBER" (princ-to-string condition))
+                        t)))))
+        (is (eq t (join-thread (make-thread #'misused-p) :timeout *patience* :default :hangs)))
+        (is (eq t (in-fiber () (misused-p))))))
+    ;; It is as new.
+    (with-group (group 1)
+      (is (= 1 (join (submit-fiber group fiber)))))
+    (is (= 1 (join fiber))))
+  (let ((fiber (make-fiber (constantly 1))))
+    (terminate-fiber fiber)
+    (is (eq :abort (wait-for-end fiber)))))
+
+;;; While another thread submits the fiber it is joined, or that is an error.
+(test join-while-submitted
+  (on-carriers (n)
+    (with-group (group n)
+      (loop repeat 200
+            do (let* ((fiber (make-fiber (constantly 1)))
+                      (joiner (make-thread (lambda ()
+                                             (handler-case (fiber-join fiber :timeout *patience*)
+                                               (sb-thread:join-thread-error () :hangs)
+                                               (sb-thread:thread-error () 1))))))
+                 (submit-fiber group fiber)
+                 (unless (eql 1 (join-thread joiner))
+                   (fail "A fiber that was submitted is not joined."))
+                 (join fiber))))
+    (pass)))
+
+;;; All that users see is documented. Prevents: an internal function that has the name of something else.
+(test docstrings
+  (let ((undocumented '()))
+    (do-external-symbols (symbol "SB-FIBER")
+      (when (and (fboundp symbol) (not (documentation symbol 'function)))
+        (push (list symbol 'function) undocumented))
+      (when (and (boundp symbol) (not (documentation symbol 'variable)))
+        (push (list symbol 'variable) undocumented))
+      (when (and (find-class symbol nil) (not (documentation symbol 'type)))
+        (push (list symbol 'type) undocumented)))
+    (is (equal '() undocumented))
+    (is (not (fboundp 'fiber-stack-lost)))))
+
 (test misuse
   (with-group (group 1)
     (signals sb-thread:thread-error (fiber-park)) ; in a thread

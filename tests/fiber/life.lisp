@@ -244,3 +244,28 @@
       (wait-until-parked fiber)
       (is (search "5" (princ-to-string fiber)))
       (fiber-unpark fiber))))
+
+;;; Prevents: a printed representation without end, which uses up the stack of whoever prints, reports or debugs.
+(test circles-are-printed
+  (with-group (group 2)
+    (let* ((fibers (make-array 2 :initial-element nil))
+           (one (make-fiber (lambda () (fiber-park :reason (svref fibers 1))) :name "one"))
+           (two (make-fiber (lambda () (fiber-park :reason (list 1 (svref fibers 0)))) :name "two"))
+           (self (make-fiber (lambda () (fiber-park :reason (current-fiber)) (list (current-fiber))) :name "self")))
+      (setf (svref fibers 0) one (svref fibers 1) two)
+      (dolist (fiber (list one two self)) (wait-until-parked (submit-fiber group fiber)))
+      (flet ((printed-once-p (fiber)
+               (let ((text (prin1-to-string fiber)))
+                 (and (search " on " text)
+                      (not (search " on " text :start2 (+ 4 (search " on " text))))
+                      (< (length text) 300)))))
+        (dolist (*print-level* '(nil 1 10))
+          (dolist (*print-circle* '(nil t))
+            (is-true (printed-once-p one))
+            (is-true (printed-once-p two))
+            (is-true (printed-once-p self)))))
+      (mapc #'fiber-unpark (list one two self))
+      ;; a value of its own
+      (join self)
+      (is (< (length (prin1-to-string self)) 300))
+      (is (search "self" (prin1-to-string self))))))
