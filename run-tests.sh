@@ -52,6 +52,9 @@ case " $* " in
         compiles stdio.h || needs="$needs libc6-dev=/usr/include/stdio.h" ;;
 esac
 case " $* " in
+    *" ssl "* | *" ssl-moving "*) needs="$needs cl-plus-ssl=$lisp/cl+ssl openssl" ;;
+esac
+case " $* " in
     *" in-fibers "*)
         needs="$needs cl-rt=$lisp/rt pkg-config"
         compiles ffi.h || needs="$needs libffi-dev=/usr/include/x86_64-linux-gnu/ffi.h" ;;
