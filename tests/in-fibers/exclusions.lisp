@@ -28,6 +28,8 @@
         ("threads.impure"
          ("(INTERRUPT-THREAD DEFERRABLES-BLOCKED)" "(INTERRUPT-THREAD NLX)") t
          "It asks for the signal mask of a handler; a fiber is interrupted without a signal.")
+        ("threads-2.impure" "(INTERRUPT-THREAD INTERRUPT-FOREIGN-LOOP)" t
+         "It interrupts foreign code that never returns; that of a fiber is not interrupted.")
         ("timer.impure"
          ("(TIMER DEFERRABLES-BLOCKED)" "(TIMER DEFERRABLES-UNBLOCKED UNWIND)") t
          "It asks for the signal mask of a handler; a fiber is interrupted without a signal.")
