@@ -16,13 +16,13 @@
 
 (in-package "SB-FIBER-SSL")
 
-;;; CL+SSL gives OpenSSL sockets that do not block, and waits for them in Lisp, where fibers park. What takes
-;;; long is CL+SSL:MAKE-CONTEXT: it reads and parses the certificates of all authorities that the system
-;;; trusts, tens of milliseconds, and Drakma makes a context for each request. In a fiber it is therefore
-;;; called by CALL-BLOCKING.
+;;; CL+SSL gives OpenSSL sockets that do not block, and waits for them in Lisp, where fibers park.
+;;; What takes long is CL+SSL:MAKE-CONTEXT: it reads and parses the certificates of all authorities
+;;; that the system trusts, tens of milliseconds, and Drakma makes a context for each request. In a
+;;; fiber it is therefore called by CALL-BLOCKING.
 ;;;
-;;; A context is not collected but freed. So that it is not lost if the fiber is unwound meanwhile, both look
-;;; at a cell, which is changed by compare-and-swap:
+;;; A context is not collected but freed. So that it is not lost if the fiber is unwound meanwhile,
+;;; both look at a cell, which is changed by compare-and-swap:
 ;;;
 ;;;     NIL       -> a context     the thread that has made it
 ;;;     NIL       -> :UNWANTED     the fiber, when it is unwound; the thread then frees the context

@@ -91,8 +91,8 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 
 ;;;; frames of foreign code on the stack, see runtime/fiber-foreign.c
 
-;;; The bits of *FOREIGN-FRAMES*, which is the fiber's, as other bindings are. The first of many bits
-;;; is for calls that are made while no handler is live, the next for those made in one handler, ...
+;;; The bits of *FOREIGN-FRAMES*, which is the fiber's, as other bindings are. The last is the first
+;;; of many: for calls that are made while no handler is live, the next for those made in one, ...
 #-sb-xc-host
 (progn
 (defconstant +below-callback+ 1)
@@ -116,16 +116,16 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
     (sb-unix::receive-pending-interrupt)))
 
 (defmacro with-interruptible-system-call (&body body)
-  "Execute BODY, a foreign call that holds no lock, such that it may be interrupted, and left by a non-local
-exit; but not what has called back."
+  "Execute BODY, a foreign call that holds no lock, such that it may be interrupted, and left by a
+non-local exit; but not what has called back."
   `(let ((*foreign-frames* (frames-if-interruptible)))
      ,@body))
 
 (defmacro with-interruptible-foreign-calls (&body body)
-  "Execute BODY such that the foreign calls in it may be interrupted, and be left by a non-local exit, while
-they have not returned, and return its values. In a callback, the foreign code that has called back may be
-left as well. Without this, interruptions of a fiber wait until the call has returned. In a thread they
-never do."
+  "Execute BODY such that the foreign calls in it may be interrupted, and be left by a non-local
+exit, while they have not returned, and return its values. In a callback, the foreign code that has
+called back may be left as well. Without this, interruptions of a fiber wait until the call has
+returned. In a thread they never do."
   `(let ((*foreign-frames* (logandc2 (frames-if-interruptible) +frames-to-keep+)))
      (see-deferred-signals)
      ,@body))

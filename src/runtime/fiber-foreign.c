@@ -29,23 +29,23 @@
 
 /*
  * Foreign code may hold a lock wherever it is: malloc's, or one of OpenSSL's. If it is left by
- * unwinding, nobody gives that back. If Lisp runs on top of it and calls foreign code, or parks so that
- * the carrier runs another fiber, the same OS thread asks for the lock again, and waits for itself.
- * What is true in fibers, and in the threads of the pool:
+ * unwinding, nobody gives that back. If Lisp runs on top of it and calls foreign code, or parks so
+ * that the carrier runs another fiber, the same OS thread asks for the lock again, and waits for
+ * itself. What is true in fibers, and in the threads of the pool:
  *
  *  - the handler of a deferrable signal does not run while frames of C that are to be kept lie on
- *    the stack. The signal is noted in thread->deferred_signals, and sent again when the call returns:
- *    the code that follows each call (emit-c-call) traps if that word is not 0;
- *  - all frames of C are to be kept but those of calls in WITH-INTERRUPTIBLE-FOREIGN-CALLS. They are
- *    found by the program counter of what was interrupted, and of what each live handler
- *    has interrupted; below a callback, where program counters are Lisp's, by *FOREIGN-FRAMES*. That is
- *    bound before Lisp is entered and unbound after it has been left, both of it here: so there is no moment
- *    between, and who unwinds the callback unbinds it as well;
+ *    the stack. The signal is noted in thread->deferred_signals, and sent again when the call
+ *    returns: the code that follows each call (emit-c-call) traps if that word is not 0;
+ *  - all frames of C are to be kept but those of calls in WITH-INTERRUPTIBLE-FOREIGN-CALLS. They
+ *    are found by the program counter of what was interrupted, and of what each live handler
+ *    has interrupted; below a callback, where program counters are Lisp's, by *FOREIGN-FRAMES*.
+ *    That is bound before Lisp is entered and unbound after it has been left, both of it here: so
+ *    there is no moment between, and who unwinds the callback unbinds it as well;
  *  - below a callback, and in a handler above foreign code, a fiber does not leave its carrier:
  *    see ZONE in code/fiber-wait.lisp.
  *
- * A call that has been unwound by its own callback does not return. What was noted meanwhile is sent
- * again after the next call.
+ * A call that has been unwound by its own callback does not return. What was noted meanwhile is
+ * sent again after the next call.
  */
 
 static uword_t foreign_frames(struct thread* th)
@@ -93,8 +93,8 @@ bool fiber_defer_signal(struct thread* th, int signal, os_context_t* context)
     return 1;
 }
 
-/* At a trap for pending interrupts, which may have come because a call has returned. In a callback it has not
- * really. Signals are blocked, so that they arrive when the trap is over. */
+/* At a trap for pending interrupts, which may have come because a call has returned. In a callback
+ * it has not really. Signals are blocked, so that they arrive when the trap is over. */
 void fiber_send_deferred_signals(struct thread* th)
 {
     uword_t signals = th->deferred_signals;

@@ -35,7 +35,7 @@ extern void fiber_scav_binding_stacks(void (*mark)(lispobj));
 extern int fiber_verify_binding_stacks(int (*verify)(lispobj, lispobj*, void*), void* arg);
 extern void fiber_exclude_own_stack(struct thread*, lispobj* from, lispobj* to);
 
-/* The bits of *FOREIGN-FRAMES*, as in code/fiber-structs.lisp; INTERRUPTIBLE_FRAMES is the first of many. */
+/* The bits of *FOREIGN-FRAMES*, as in code/fiber-structs.lisp; the last is the first of many. */
 enum { BELOW_CALLBACK = 1, FRAMES_TO_KEEP = 2, KEEPS_FOREIGN_FRAMES = 4, INTERRUPTIBLE_FRAMES = 8 };
 
 /* foreign code */
