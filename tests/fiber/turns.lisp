@@ -134,13 +134,14 @@
                                    (loop until (flag-value stop)
                                          do (compute-for-a-look) (incf turns) (fiber-yield))
                                    t))))
+      ;; With other carriers, whose turns count too, there is no such bound.
       (is (<= (join (spawn (group)
                       (prog1 (loop repeat 10
                                    maximize (let ((before turns))
                                               (sb-fiber::park-until (sb-fiber::fiber-now))
                                               (- turns before)))
                         (raise-flag stop))))
-              11))
+              (if (migration-wanted-p) most-positive-fixnum 11)))
       (is (all-true-p (join-all others))))))
 
 (defun parked-with-past-deadlines (group n)
