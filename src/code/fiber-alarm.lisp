@@ -28,8 +28,8 @@
       (svref (fiber-group-schedulers group) 0)))
 
 (defun set-alarm (timer)
-  "Schedule TIMER, which is not scheduled, if its thread is a fiber that has a scheduler. Return false if
-it is to be scheduled otherwise."
+  "Schedule TIMER, which is not scheduled, if its thread is a fiber that has a scheduler. Return
+false if it is to be scheduled otherwise."
   (let* ((fiber (sb-impl::%timer-thread timer))
          (group (and (fiber-p fiber) (fiber-group fiber)))) ; which it may lose now, by ending
     (when (and group (fiber-alive-p fiber))

@@ -51,8 +51,8 @@
   (loop for object across places always (eql object 0)))
 
 (defun place-orphans (group)
-  "Give schedulers of GROUP that nobody serves to spares. Called by who has added one of either: of two
-who do so at a time the second sees both."
+  "Give schedulers of GROUP that nobody serves to spares. Called by who has added one of either: of
+two who do so at a time the second sees both."
   (let ((orphans (fiber-group-orphans group))
         (spares (fiber-group-spares group)))
     (loop
@@ -104,7 +104,8 @@ who do so at a time the second sees both."
 ;;;   :LISTED -> NIL       the carrier, having taken itself out, since there is something in its inbox
 ;;;   :TAKEN  -> NIL       the carrier
 ;;;
-;;; Whoever takes a spare out wakes it, also if he has put it back: it may have tried to take itself out.
+;;; Whoever takes a spare out wakes it, also if he has put it back: it may have tried to take itself
+;;; out.
 
 (defun carrier-to-end-p (carrier group)
   (or (eq (fiber-group-state group) :stopped) (eq (carrier-spare carrier) :retired)))
@@ -118,8 +119,8 @@ who do so at a time the second sees both."
   (setf (carrier-spare carrier) :listed)
   (put-in-place (fiber-group-spares group) carrier)
   (place-orphans group)
-  ;; The monitor may have seen this spare, which has got a scheduler now, and think that there is one for
-  ;; the next orphan; or it may be asleep, and there are more than are needed.
+  ;; The monitor may have seen this spare, which has got a scheduler now, and think that there is
+  ;; one for the next orphan; or it may be asleep, and there are more than are needed.
   (ring-monitor group))
 
 (defun unlist-spare (carrier group)
@@ -128,9 +129,10 @@ who do so at a time the second sees both."
     (dotimes (i (length spares))
       (when (eq (cas (svref spares i) carrier 0) carrier) (return t)))))
 
-;;; With a scheduler, it is over when somebody says so who has written the scheduler before, and writes nothing
-;;; more here. The monitor may have taken the scheduler away by then; if so the carrier comes back.
-;;; A spare that ran a fiber while it is listed would be given a scheduler that nobody serves meanwhile.
+;;; With a scheduler, it is over when somebody says so who has written the scheduler before, and
+;;; writes nothing more here. The monitor may have taken the scheduler away by then; if so the
+;;; carrier comes back. A spare that ran a fiber while it is listed would be given a scheduler that
+;;; nobody serves meanwhile.
 (defun idle-as-spare (carrier group)
   "Sleep until CARRIER has been given a scheduler, or there is something else to do."
   (list-spare carrier group)

@@ -26,8 +26,8 @@
     ;; No interruption: there is nothing left to which it could unwind.
     (without-interrupts (sb-thread::%delete-thread-from-session fiber))))
 
-;;; Without the lock: the list is changed by DELETE and APPEND, and one who has just left it or joined it may be
-;;; missed or not. This is called whenever somebody looks for a restart.
+;;; Without the lock: the list is changed by DELETE and APPEND, and one who has just left it or
+;;; joined it may be missed or not. This is called whenever somebody looks for a restart.
 (defun others-in-debugger ()
   "A list of other fibers that wait for the foreground, as a rule to enter the debugger."
   (loop for thread in (sb-thread::session-interactive-threads sb-thread::*session*)
@@ -44,11 +44,11 @@
     (%interrupt-fiber fiber #'sb-thread:abort-thread))
   (sb-thread:abort-thread))
 
-;;; The error was announced when the fiber began to wait for the foreground, long ago perhaps, and before those
-;;; of other fibers.
+;;; The error was announced when the fiber began to wait for the foreground, long ago perhaps, and
+;;; before those of other fibers.
 (defun note-debugger-entry (condition restarts)
-  "Called when the debugger for CONDITION has got the foreground, before it shows RESTARTS. Returns the restarts
-that there are now."
+  "Called when the debugger for CONDITION has got the foreground, before it shows RESTARTS. Returns
+the restarts that there are now."
   (let ((others (others-in-debugger)))
     (when (in-fiber-p)
       (ignore-errors (sb-debug::%print-debugger-invocation-reason condition *debug-io*))
@@ -62,9 +62,9 @@ that there are now."
               (and (> (length others) 10) (- (length others) 10))))
     restarts))
 
-;;; An error in a call for CALL-BLOCKING is signalled in the fiber when the thread that made the call has
-;;; unwound it. Where it was signalled first is kept until it has been handled or reported: a cons of the condition
-;;; and a list of frames.
+;;; An error in a call for CALL-BLOCKING is signalled in the fiber when the thread that made the
+;;; call has unwound it. Where it was signalled first is kept until it has been handled or reported:
+;;; a cons of the condition and a list of frames.
 (defvar *failure-of-blocking-call* nil)
 
 (defun print-frames-of-blocking-call (condition stream)

@@ -11,9 +11,9 @@
 
 (in-package "SB-FIBER")
 
-;;; What is told of an object is a list of facts, conses of a string and a value. It is collected while the object
-;;; is in use: each fact was true a moment ago, not all at the same one. A slot that somebody else changes
-;;; is read once.
+;;; What is told of an object is a list of facts, conses of a string and a value. It is collected
+;;; while the object is in use: each fact was true a moment ago, not all at the same one. A slot
+;;; that somebody else changes is read once.
 
 (defun facts (&rest labels-and-values)
   "An alist of those facts that have a value."
@@ -21,8 +21,8 @@
         when value collect (cons label value)))
 
 (defun time-since-left (fiber)
-  "How long ago FIBER was left, in words: as exactly as its scheduler knew the time then. NIL if the cycle counters
-of two processors do not agree."
+  "How long ago FIBER was left, in words: as exactly as its scheduler knew the time then. NIL if the
+cycle counters of two processors do not agree."
   (let ((cycles (cycles-since (fiber-left fiber) (%cycle-count))))
     (and (< cycles (ash 1 62))
          (format nil "about ~,3F s ago" (/ (float cycles) *cycles-per-millisecond* 1000)))))

@@ -71,9 +71,9 @@
   (and (typep condition 'sb-thread:join-thread-error)
        (fiber-p (sb-thread:thread-error-thread condition))))
 
-;;; The child would have the fibers, and no carriers. So would an image; carriers are
-;;; ephemeral threads, which SAVE-LISP-AND-DIE expects to be able to stop, but it cannot know what to
-;;; do with their fibers.
+;;; The child would have the fibers, and no carriers. So would an image; carriers are ephemeral
+;;; threads, which SAVE-LISP-AND-DIE expects to be able to stop, but it cannot know what to do with
+;;; their fibers.
 (defun check-no-carriers (what)
   (when *groups*
     (error "~@<Cannot ~A while fibers have carriers: call FINISH-FIBERS first on~{ ~S~^,~}.~:@>"

@@ -16,8 +16,8 @@
 ;;;   :RUNNING   -> :STOPPED    who finds it closed, and no fiber alive   carriers and monitor end
 ;;;   :STOPPED   -> :FINISHED   who has seen them end                     and frees the pollers
 ;;;
-;;; While a group is :STOPPED, any number of threads may try to finish it, and each may be unwound: all
-;;; that is done before the last move may be done again, or by several at a time. A group is in
+;;; While a group is :STOPPED, any number of threads may try to finish it, and each may be unwound:
+;;; all that is done before the last move may be done again, or by several at a time. A group is in
 ;;; *GROUPS* from before it has anything until it is :FINISHED.
 
 ;;; The groups that have carriers.
@@ -97,15 +97,16 @@
 
 ;;; Ephemeral, so that it neither keeps the image from exiting nor is asked to unwind.
 (defun make-carrier-thread (name function argument)
-  "Start a thread that calls FUNCTION with ARGUMENT, and handles no deferrable signal before FUNCTION calls
-ACCEPT-SIGNALS: an interruption could unwind it before it has begun."
+  "Start a thread that calls FUNCTION with ARGUMENT, and handles no deferrable signal before
+FUNCTION calls ACCEPT-SIGNALS: an interruption could unwind it before it has begun."
   (call-with-make-thread-lock
    (lambda ()
      (with-signals-blocked
        (sb-thread::make-system-thread name function (list argument) nil)))))
 
-;;; START-THREAD blocks signals before it takes the lock. A fiber would park with them blocked, and go on in an
-;;; OS thread that has them not: the one would receive no more, the other's child would before it can.
+;;; START-THREAD blocks signals before it takes the lock. A fiber would park with them blocked, and
+;;; go on in an OS thread that has them not: the one would receive no more, the other's child would
+;;; before it can.
 (defun start-thread (thread function arguments)
   "What START-THREAD of threads does, with the lock taken first."
   (call-with-make-thread-lock
@@ -136,11 +137,11 @@ ACCEPT-SIGNALS: an interruption could unwind it before it has begun."
 (declaim (ftype (sfunction (&optional t &key (:carrier-count t) (:poller t) (:name t)) fiber-group)
                 start-fibers))
 (defun start-fibers (&optional fibers &key carrier-count (poller :one-shot) name)
-  "Start CARRIER-COUNT carriers, by default as many as there are processors that the process may use,
-and submit FIBERS, a fiber or a list of fibers, to them. Returns the group of carriers, which
-run in the background until FINISH-FIBERS. Without FIBERS, and if no group is the
-default one, this becomes the group that SUBMIT-FIBER calls T. POLLER says how descriptors are
-registered; there is :ONE-SHOT. NAME is for printing."
+  "Start CARRIER-COUNT carriers, by default as many as there are processors that the process may
+use, and submit FIBERS, a fiber or a list of fibers, to them. Returns the group of carriers, which
+run in the background until FINISH-FIBERS. Without FIBERS, and if no group is the default one, this
+becomes the group that SUBMIT-FIBER calls T. POLLER says how descriptors are registered; there is
+:ONE-SHOT. NAME is for printing."
   (let ((n (carrier-count-argument carrier-count))
         (fibers (if (listp fibers) fibers (list fibers))))
     (unless (eq poller :one-shot)
@@ -232,10 +233,10 @@ registered; there is :ONE-SHOT. NAME is for printing."
 
 (declaim (ftype (sfunction (t &key (:timeout (or null (real 0))) (:abort t)) boolean) finish-fibers))
 (defun finish-fibers (group &key timeout abort)
-  "Wait until the fibers of GROUP have ended, at most TIMEOUT seconds, and then stop its carriers. If
-ABORT is true, terminate the fibers first. Returns true if the group is finished, false if
-TIMEOUT is over; then it goes on, but after ABORT takes no more fibers. To be called from outside
-of GROUP."
+  "Wait until the fibers of GROUP have ended, at most TIMEOUT seconds, and then stop its carriers.
+If ABORT is true, terminate the fibers first. Returns true if the group is finished, false if
+TIMEOUT is over; then it goes on, but after ABORT takes no more fibers. To be called from outside of
+GROUP."
   (let ((group (group-argument group)))
     (when (let ((fiber (current-fiber))) (and fiber (eq (fiber-group fiber) group)))
       (misuse *current-thread* "~@<~S cannot wait for the end of ~S, to which it belongs.~:@>"
@@ -247,41 +248,44 @@ of GROUP."
         (stop-group group)
         t))))
 
-;;; None is aborted twice, as it may be in a cleanup form; but a second call for a group means that. One
-;;; that is being unwound by an error of its own may be in one as well, and is aborted there, as a thread
-;;; is: it could also come out of it, and go on.
+;;; A fiber that has been aborted by its group, or by the fiber that runs it, is not aborted again by one
+;;; of these, as it may be in a cleanup form; but a second call for a group means that. One that is
+;;; being unwound by an error of its own may be in one as well, and is aborted there, as a thread is: it
+;;; could also come out of it, and go on.
 (defun abort-until-done (groups deadline &optional (aborted (make-hash-table :test 'eq)))
-  "End the fibers of GROUPS that are not in ABORTED, enter them there, and wait for the end of all, or until
-DEADLINE; then return false."
+  "End the fibers of GROUPS that are not in ABORTED, enter them there, and wait for the end of all,
+or until DEADLINE; then return false."
   (let ((again (remove-if-not #'group-closed-p groups)))
     (mapc #'close-group groups)
-    (flet ((abort-p (fiber)
-             (let ((group (fiber-group fiber)))
-               (and (memq group groups)
-                    (not (gethash fiber aborted))
-                    (or (memq group again) (not (fiber-aborted fiber)))))))
-      (abort-all groups deadline aborted #'abort-p))
+    (abort-all groups again deadline aborted)
     (every (lambda (group) (wait-until-done group deadline)) groups)))
 
 ;;; The groups are closed. If none was about to enter before the fibers are listed, then all are.
-(defun abort-all (groups deadline aborted predicate)
-  "Abort all fibers of GROUPS of which PREDICATE is true, unless DEADLINE comes before all can be
-found. Enter them into ABORTED."
-  (declare (function predicate))
-  (loop
-    (let ((more (some #'entries-p groups)))
-      (barrier (:read))
-      (dolist (fiber (list-all-fibers))
-        (when (funcall predicate fiber)
-          (without-interrupts
-            (setf (gethash fiber aborted) t)
-            (abort-fiber fiber))))
-      (when (or (not more) (deadline-passed-p deadline)) (return))
-      (fiber-sleep 1/1000))))
+(defun abort-all (groups again deadline aborted)
+  "Abort the fibers of GROUPS that are not in ABORTED, and enter them there, unless DEADLINE comes
+before all can be found. Those of the groups AGAIN may have been aborted before."
+  (flet ((abort-p (fiber)
+           (and (memq (fiber-group fiber) groups) (not (gethash fiber aborted)))))
+    (loop
+      (let* ((more (some #'entries-p groups))
+             (fibers (progn (barrier (:read))
+                            (remove-if-not #'abort-p (list-all-fibers)))))
+        (without-interrupts
+          (dolist (fiber fibers) (setf (gethash fiber aborted) t))
+          (abort-fibers fibers again))
+        (when (or (not more) (deadline-passed-p deadline)) (return))
+        (fiber-sleep 1/1000)))))
 
-(defun abort-fiber (fiber)
-  (setf (fiber-aborted fiber) t)
-  (%interrupt-fiber fiber #'sb-thread:abort-thread))
+;;; All are told before any is woken: one that joins another is to learn first that it ends itself, and
+;;; not that the other has.
+(defun abort-fibers (fibers &optional again)
+  "Let FIBERS end, but those that were told so before, if they are of no group of AGAIN. With
+interrupts off."
+  (flet ((tell (fiber)
+           (and (or (null (cas (fiber-aborted fiber) nil t))
+                    (memq (fiber-group fiber) again))
+                (queue-interruption fiber #'sb-thread:abort-thread))))
+    (mapc #'notify-of-interruption (remove-if-not #'tell fibers))))
 
 (defun stop-group (group)
   "End the carriers of GROUP, which is closed and of which no fiber is alive."
@@ -290,8 +294,8 @@ found. Enter them into ABORTED."
   (when (fiber-group-monitor group)
     (ring-monitor group)
     (sb-thread:join-thread (fiber-group-monitor group) :default nil))
-  ;; Nobody starts carriers any more. All are woken, and not the spares and schedulers that can be seen: a
-  ;; spare that PLACE-ORPHANS has in its hands is in no place.
+  ;; Nobody starts carriers any more. All are woken, and not the spares and schedulers that can be
+  ;; seen: a spare that PLACE-ORPHANS has in its hands is in no place.
   (mapc #'wake-carrier (fiber-group-carriers group))
   (dolist (carrier (fiber-group-carriers group))
     (sb-thread:join-thread (carrier-thread carrier) :default nil))
@@ -361,8 +365,7 @@ FIBERS, and waits for their cleanup forms."
 (defun end-fibers (fibers)
   "End FIBERS, and wait for that. If this is unwound they end all the same. With interrupts off."
   (without-interrupts
-    (dolist (fiber fibers)
-      (unless (fiber-aborted fiber) (abort-fiber fiber)))
+    (abort-fibers fibers)
     (with-deadline (:seconds nil :override t)
       (with-local-interrupts
         (dolist (fiber fibers)

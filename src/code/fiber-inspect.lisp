@@ -15,8 +15,8 @@
 
 (declaim (ftype (sfunction (fiber &key (:stream t) (:count t)) null) print-fiber-backtrace))
 (defun print-fiber-backtrace (fiber &key (stream *debug-io*) (count 1000))
-  "Print what FIBER is doing to STREAM: its state, and at most COUNT frames, from what it has called. Another
-fiber than the running one is interrupted for it, and makes the backtrace itself."
+  "Print what FIBER is doing to STREAM: its state, and at most COUNT frames, from what it has
+called. Another fiber than the running one is interrupted for it, and makes the backtrace itself."
   (cond ((eq fiber *current-thread*)
          (format stream "~&Backtrace of ~S~%" fiber)
          (print-user-frames 'print-fiber-backtrace stream count))
@@ -31,8 +31,8 @@ fiber than the running one is interrupted for it, and makes the backtrace itself
   nil)
 
 (defun print-user-frames (innermost stream count)
-  "Print at most COUNT frames of this thread to STREAM, without those up to that of INNERMOST, a function's name,
-and without those of the system's that follow."
+  "Print at most COUNT frames of this thread to STREAM, without those up to that of INNERMOST, a
+function's name, and without those of the system's that follow."
   (let* ((frames (frames-below innermost))
          (first (or (find-if-not #'system-frame-p frames)
                     ;; The user's have been left by tail calls.
@@ -47,7 +47,8 @@ and without those of the system's that follow."
     (member name (member name frames :key #'name-of-frame) :key #'name-of-frame :test #'neq)))
 
 (defun name-of-frame (frame)
-  "A symbol, that of the function if FRAME is that of a function inside of it; or NIL, if it is of no Lisp function."
+  "A symbol, that of the function if FRAME is that of a function inside of it; or NIL, if it is of
+no Lisp function."
   (declare (notinline sb-di:frame-debug-fun)) ; which is defined later
   (labels ((walk (name)
              (cond ((symbolp name) name)
@@ -74,7 +75,8 @@ and without those of the system's that follow."
                  (neq :external (nth-value 1 (find-symbol (symbol-name name) package))))))))
 
 (defun backtrace-made-by (fiber count)
-  "The text of a backtrace of FIBER, which is interrupted to make it, or NIL if it has ended before."
+  "The text of a backtrace of FIBER, which is interrupted to make it, or NIL if it has ended
+before."
   (let* ((text nil)
          (done (sb-thread:make-semaphore))
          (asked (%interrupt-fiber fiber
@@ -157,8 +159,8 @@ and without those of the system's that follow."
               (t 0)))))                 ; it has not begun
 
 (defun call-with-binding (symbol fiber function)
-  "Call FUNCTION with the address of the value of SYMBOL in FIBER, and return its values, or NIL and why
-there is none. FUNCTION must neither allocate nor wait."
+  "Call FUNCTION with the address of the value of SYMBOL in FIBER, and return its values, or NIL and
+why there is none. FUNCTION must neither allocate nor wait."
   (declare (function function) (dynamic-extent function))
   (let ((result nil)
         (status nil)

@@ -35,8 +35,8 @@
 ;;;                                    PARK-FOR-SET
 ;;;   CALL-ON-FILE                     likewise: accept, send, sendto, recvfrom
 ;;;   CONNECT-IN-FIBER                 likewise
-;;; Streams keep theirs in a slot, which has -1 before the number is closed, and look there again
-;;; after each wait. The sets of select and poll hold numbers, and an answer is about whatever
+;;; Streams keep theirs in a slot, which has -1 before the number is closed, and give back their
+;;; buffers after that: one that goes on after a wait finds either. The sets of select and poll hold numbers, and an answer is about whatever
 ;;; these stand for then, as from the kernel. Between the comparison and the call another OS
 ;;; thread may still close: that is so for threads as well.
 
@@ -50,8 +50,10 @@ when that is closed."))
 
 ;;;; the file behind a number
 
+;;; Two descriptors may be equal in this that are not duplicates: of a path that was opened twice, or of
+;;; files that have no inode of their own, as event descriptors. Sockets and pipes have one.
 (defun file-identity (fd)
-  "A number that tells the open file FD from others, or 0 if there is none."
+  "A number that tells the open file FD from sockets and pipes that are others, or 0 if there is none."
   (alien-funcall (extern-alien "fiber_file_identity" (function (unsigned 61) int)) fd))
 
 ;;; While the descriptor is being closed, its generation is that of the next file already, but the
@@ -59,7 +61,8 @@ when that is closed."))
 ;;; FORGET-FILE sets CLOSING before GENERATION.
 (declaim (inline note-file))
 (defun note-file (cell)
-  "What SAME-FILE-P tells the file by for which CELL stands now: its generation, or a negative number."
+  "What SAME-FILE-P tells the file by for which CELL stands now: its generation, or a negative
+number."
   (let ((generation (fd-cell-generation cell)))
     (if (fd-cell-closing cell)
         (- -1 (file-identity (fd-cell-fd cell)))
@@ -93,9 +96,9 @@ when that is closed."))
         (t result)))
 
 (defun wait-for-fd (fiber cell direction deadline file)
-  "Park FIBER until the descriptor of CELL, which stands for FILE, is ready for DIRECTION. Returns :READY,
-:CLOSED, :AGAIN, :TIMEOUT, :INTERRUPTED, :PLAIN if it is of a kind that is always ready, or an errno if the
-kernel refuses to watch it. With interrupts off."
+  "Park FIBER until the descriptor of CELL, which stands for FILE, is ready for DIRECTION. Returns
+:READY, :CLOSED, :AGAIN, :TIMEOUT, :INTERRUPTED, :PLAIN if it is of a kind that is always ready, or
+an errno if the kernel refuses to watch it. With interrupts off."
   (unless (and (add-waiter cell fiber direction (scheduler-poller (nearest-scheduler fiber)) file)
                ;; If the close is over, it wakes nobody any more.
                (or (>= file 0) (same-file-p cell file) (not (remove-waiter cell fiber direction))))
@@ -115,8 +118,8 @@ kernel refuses to watch it. With interrupts off."
 
 (declaim (ftype (sfunction (fd-cell fixnum (mod 3) (or null fixnum)) boolean) park-on-file))
 (defun park-on-file (cell file direction deadline)
-  "Wait until CELL, which stands for FILE, is ready for DIRECTION; return false when DEADLINE comes first.
-Signals DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
+  "Wait until CELL, which stands for FILE, is ready for DIRECTION; return false when DEADLINE comes
+first. Signals DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
   (let ((fiber (truly-the fiber *current-thread*)))
     (loop
       (let ((result (without-interruptions (wait-for-fd fiber cell direction deadline file))))
@@ -136,8 +139,8 @@ Signals DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
     (park-on-file cell (note-file cell) direction deadline)))
 
 (defmacro in-turn-on-file ((cell file fd cost &rest overdraft) &body body)
-  "Execute BODY, when it is the turn of the running fiber, with CELL that of FD, and FILE what it stood for before
-that. BODY is to compare."
+  "Execute BODY, when it is the turn of the running fiber, with CELL that of FD, and FILE what it
+stood for before that. BODY is to compare."
   `(let* ((,cell (truly-the fd-cell (find-fd-cell ,fd t)))
           (,file (note-file ,cell)))
      (take-turn ,cost ,@overdraft)
@@ -161,8 +164,8 @@ that. BODY is to compare."
   (plusp (alien-funcall (extern-alien "fiber_poll_now" (function int int int)) fd direction)))
 
 (defun note-native-call (fd direction)
-  "Called before a system call that waits until FD is ready for DIRECTION, where no fiber can park for
-that: the other end may be some fiber of this very carrier."
+  "Called before a system call that waits until FD is ready for DIRECTION, where no fiber can park
+for that: the other end may be some fiber of this very carrier."
   (when (and (in-fiber-p) (not (nonblocking-p fd)))
     (cond ((not (poll-now fd (ecase direction (:input +input+) (:output +output+))))
            (note-native-wait))
@@ -194,8 +197,8 @@ that: the other end may be some fiber of this very carrier."
     ((:regular :directory :block) :plain)
     (t :poll)))
 
-;;; :PLAIN is not kept: if the file was closed by a way that we do not see, and the number is a socket's
-;;; now, the plain call would not fail but wait.
+;;; :PLAIN is not kept: if the file was closed by a way that we do not see, and the number is a
+;;; socket's now, the plain call would not fail but wait.
 (defun find-out-kind (cell)
   (let ((kind (kind-of-fd (fd-cell-fd cell))))
     (setf (fd-cell-kind cell) (if (eq kind :plain) nil kind))
@@ -236,8 +239,8 @@ that: the other end may be some fiber of this very carrier."
       (values result 0)))
 
 (defun unix-read-now (fd sap n)
-  "UNIX-READ, but in a fiber it fails with EWOULDBLOCK instead of waiting, and with EBADF if FD is closed while
-the fiber waits for its turn."
+  "UNIX-READ, but in a fiber it fails with EWOULDBLOCK instead of waiting, and with EBADF if FD is
+closed while the fiber waits for its turn."
   (if (parkable-fd-p fd)
       (in-turn-on-file (cell file fd +turn+)
         (if (same-file-p cell file)
@@ -253,8 +256,8 @@ the fiber waits for its turn."
                 :plain (%plain-read fd sap n)))
 
 (defun unix-write-now (fd buffer offset n)
-  "UNIX-WRITE, but in a fiber it fails with EWOULDBLOCK instead of waiting, and with EBADF if FD is closed while
-the fiber waits for its turn."
+  "UNIX-WRITE, but in a fiber it fails with EWOULDBLOCK instead of waiting, and with EBADF if FD is
+closed while the fiber waits for its turn."
   (if (parkable-fd-p fd)
       ;; A response of several pieces is not torn apart for the sake of a turn.
       (in-turn-on-file (cell file fd +call-cost+ +turn+)
@@ -278,39 +281,38 @@ the fiber waits for its turn."
 
 ;;;; closing
 
-;;; A fiber that first uses the number now must learn that it is being closed. Numbers that are not open have no
-;;; cells: there are programs that close all there may be.
+;;; A fiber that first uses the number now must learn that it is being closed. Numbers that are not
+;;; open have no cells: there are programs that close all there may be.
 (defun note-close (fd)
-  "Called before FD is closed by any of the ways that we know."
+  "Called before FD is closed by any of the ways that we know, with interrupts off. Return what
+NOTE-CLOSED is to be told."
   (when (typep fd 'descriptor)
-    (without-interruptions ; fibers that are taken out and not woken would wait for ever
-      (let ((cell (or (find-fd-cell fd nil)
-                      (and (/= 0 (file-identity fd)) (find-fd-cell fd t)))))
-        (when cell
-          (dolist (fiber (forget-file cell))
-            (unpark fiber)))))))
+    (let ((cell (or (find-fd-cell fd nil)
+                    (and (/= 0 (file-identity fd)) (find-fd-cell fd t)))))
+      (when cell
+        (multiple-value-bind (waiters generation) (forget-file cell)
+          (mapc #'unpark waiters)
+          generation)))))
 
 ;;; A fiber that began to wait after NOTE-CLOSE and before the close itself would wait for ever. It
 ;;; looks whether its file is still there.
-(defun note-closed (fd)
-  "Called after FD has been closed."
-  (let ((cell (and (typep fd 'descriptor) (find-fd-cell fd nil))))
+(defun note-closed (fd mark)
+  "Called after FD has been closed, with interrupts off. MARK is what NOTE-CLOSE has returned."
+  (let ((cell (and mark (find-fd-cell fd nil))))
     (when cell
-      (without-interruptions
-        (dolist (fiber (wake-late-waiters cell))
-          (unpark fiber))))))
+      (mapc #'unpark (wake-late-waiters cell mark)))))
 
-;;; The system call closes NEW.
+;;; The system call closes NEW, unless it fails because OLD is not open.
 (defun closing-dup2 (old new)
   "dup2(2). Returns NEW; or NIL, and errno."
   (declare (type (signed-byte 32) old new))
-  (let ((closes (/= old new)))
-    (when closes (note-close new))
-    (let* ((result (alien-funcall (extern-alien "dup2" (function int int int)) old new))
-           (errno (get-errno)))
-      (when closes (note-closed new))
+  (flet ((dup2 ()
+           (alien-funcall (extern-alien "dup2" (function int int int)) old new)))
+    (let ((result (if (or (= old new) (= 0 (file-identity old)))
+                      (dup2)
+                      (closing-descriptor (new) (dup2)))))
       (if (minusp result)
-          (values nil errno)
+          (values nil (get-errno))
           (values result 0)))))
 
 ;;;; select and poll of several descriptors
@@ -318,8 +320,8 @@ the fiber waits for its turn."
 ;;; An epoll descriptor is itself a file that becomes readable: a fiber that waits for several
 ;;; descriptors waits for one made of them, and then asks without waiting which it was.
 (defun park-for-set (make-set deadline)
-  "Park for a set as runtime/fiber-linux.c describes it, which MAKE-SET returns. Return :READY if something
-is ready, :REFUSED if there can be no such set, else NIL: look again."
+  "Park for a set as runtime/fiber-linux.c describes it, which MAKE-SET returns. Return :READY if
+something is ready, :REFUSED if there can be no such set, else NIL: look again."
   (declare (function make-set) (dynamic-extent make-set))
   (without-interrupts ; lest the descriptor be lost
     (let* ((set (funcall make-set))
@@ -338,7 +340,8 @@ is ready, :REFUSED if there can be no such set, else NIL: look again."
                nil)))))
 
 (defun park-on-set (make-set deadline)
-  "Park until one of a set is ready, or DEADLINE has come. Return false if the system call must wait itself."
+  "Park until one of a set is ready, or DEADLINE has come. Return false if the system call must wait
+itself."
   (declare (function make-set) (dynamic-extent make-set))
   (take-turn +accept-cost+) ; an acceptor, most likely
   (loop
@@ -348,8 +351,8 @@ is ready, :REFUSED if there can be no such set, else NIL: look again."
             ((or result (deadline-passed-p deadline)) (return t))))))
 
 (defun park-before-select (n read-fds write-fds exception-fds seconds microseconds)
-  "Park until select(2) with these arguments would not wait, or its time is over. Return false if it must
-wait itself. To be called when it has been found that it would."
+  "Park until select(2) with these arguments would not wait, or its time is over. Return false if it
+must wait itself. To be called when it has been found that it would."
   (flet ((sap (fds) (if fds (alien-sap fds) (int-sap 0))))
     (park-on-set (lambda ()
                    (alien-funcall
@@ -361,8 +364,8 @@ wait itself. To be called when it has been found that it would."
                       (timeout-to-deadline (or seconds 0) (or microseconds 0))))))
 
 (defun park-before-poll (pollfds n milliseconds)
-  "Park until poll(2) with these arguments would not wait, or its time is over. Return false if it must
-wait itself."
+  "Park until poll(2) with these arguments would not wait, or its time is over. Return false if it
+must wait itself."
   (cond ((= milliseconds 0)
          (take-turn +call-cost+) ; as in (LOOP UNTIL ... DO (SERVE-ALL-EVENTS 0))
          t)
@@ -375,9 +378,9 @@ wait itself."
 
 ;;;; sockets
 
-;;; Of local sockets the kernel does not always tell when there is room in a queue of the other end's: that of
-;;; a listener, to whom wants to connect, and that of a receiver of datagrams, to a sender who is not connected,
-;;; and whose own socket it says to be writable.
+;;; Of local sockets the kernel does not always tell when there is room in a queue of the other
+;;; end's: that of a listener, to whom wants to connect, and that of a receiver of datagrams, to a
+;;; sender who is not connected, and whose own socket it says to be writable.
 (defun await-room-elsewhere (cell)
   (park-until (nanoseconds-from-now 10000000) (fd-cell-writing cell)))
 
@@ -402,7 +405,8 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
   (ecase direction (:input +input+) (:output +output+)))
 
 (defun call-on-file (function cell file direction when)
-  "What WITH-PARKING does in a fiber, with FUNCTION for the call. It is called only while CELL stands for FILE."
+  "What WITH-PARKING does in a fiber, with FUNCTION for the call. It is called only while CELL
+stands for FILE."
   (declare (function function))
   (let ((fd (fd-cell-fd cell)))
     (loop for tries of-type fixnum from 1
@@ -452,8 +456,8 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
   `(flet ((call () ,@call))
      (call-accepting #'call ,fd)))
 
-;;; In a thread, too, EAGAIN may mean that one must wait: whether it does is asked then, since a fiber may
-;;; accept for the first time just before the call.
+;;; In a thread, too, EAGAIN may mean that one must wait: whether it does is asked then, since a
+;;; fiber may accept for the first time just before the call.
 (defun call-accepting (function fd)
   (declare (function function) (dynamic-extent function))
   (if (parkable-fd-p fd)
@@ -485,8 +489,8 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
                  fd (alien-sap address) size))
 
 (defun parking-connect (fd address size)
-  "connect(2) to ADDRESS, an alien pointer, parking while it is in progress if this is a fiber. -1 and
-errno if it fails."
+  "connect(2) to ADDRESS, an alien pointer, parking while it is in progress if this is a fiber. -1
+and errno if it fails."
   (declare (type (signed-byte 32) fd))
   (without-interrupts ; lest the flag stay set
     (if (and (parkable-fd-p fd) (= 1 (set-nonblocking fd)))
@@ -545,8 +549,8 @@ errno if it fails."
           (call-natively #'call fd :output waitp)))))
 
 (defun transfer-all (length all call)
-  "Call CALL with the number of bytes transferred so far, until these are LENGTH, or it transfers no more or
-fails; once, if not ALL. Return their number, or what CALL returned if there are none."
+  "Call CALL with the number of bytes transferred so far, until these are LENGTH, or it transfers no
+more or fails; once, if not ALL. Return their number, or what CALL returned if there are none."
   (declare (function call) (type index length))
   (let ((done 0))
     (declare (type index done))
@@ -571,8 +575,8 @@ fails; once, if not ALL. Return their number, or what CALL returned if there are
     (= both (logand flags both))))
 
 (defun parking-receive (fd buffer length flags address size)
-  "recvfrom(2) into BUFFER, an alien pointer, of LENGTH bytes; with MSG_WAITALL of all of them, as a call
-that waits does it. -1 and errno if it fails."
+  "recvfrom(2) into BUFFER, an alien pointer, of LENGTH bytes; with MSG_WAITALL of all of them, as a
+call that waits does it. -1 and errno if it fails."
   (declare (type (unsigned-byte 32) flags) (type index length))
   (let ((sap (alien-sap buffer))
         (waitp (not (logtest flags msg-dontwait))))

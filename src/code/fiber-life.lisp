@@ -63,9 +63,9 @@ FIBER-FAILED-CAUSE is that error."))
                 make-fiber))
 (defun make-fiber (function &key name (stack-size *default-stack-size*) initial-bindings)
   "Return a new fiber that will call FUNCTION, a function designator, without arguments once it has
-been submitted. NAME is a string or NIL. STACK-SIZE is in bytes of control stack, at least 64 KiB and
-at most 1 GiB; it is rounded up. INITIAL-BINDINGS is an alist of symbols and the values
-to which they are bound in the fiber."
+been submitted. NAME is a string or NIL. STACK-SIZE is in bytes of control stack, at least 64 KiB
+and at most 1 GiB; it is rounded up. INITIAL-BINDINGS is an alist of symbols and the values to which
+they are bound in the fiber."
   (declare (explicit-check))
   (let ((function (fiber-function-argument function)))
     (unless (typep stack-size `(integer ,(* 64 1024) ,(ash 1 30)))
@@ -106,23 +106,24 @@ to which they are bound in the fiber."
   (fiber-%name fiber))
 
 (setf (documentation 'fiber-group 'function)
-      "The group that the fiber was submitted to, or NIL.")
+      "The group that FIBER was submitted to, from its submission to its end, else NIL.")
 
 (declaim (ftype (sfunction (fiber) (values symbol t)) fiber-state))
 (defun fiber-state (fiber)
-  "The state of FIBER: :NEW, :RUNNABLE, :RUNNING, :PARKED, :FINISHED, or :ABORTED, and
-as second value what it waits for if it is parked: a list of a keyword and an object, such as (:MUTEX mutex),
-(:CONDITION-VARIABLE waitqueue), (:SEMAPHORE semaphore), (:JOIN thread), (:GATE gate), (:MAILBOX mailbox),
-(:READ descriptor), (:WRITE descriptor), (:CALL-BLOCKING function); a keyword if there is no object, such as
-:SLEEP, :DEBUGGER, :POLL; or the REASON of FIBER-PARK. It may have changed when this returns."
+  "The state of FIBER: :NEW, :RUNNABLE, :RUNNING, :PARKED, :FINISHED, or :ABORTED, and as second
+value what it waits for if it is parked: a list of a keyword and an object, such as (:MUTEX mutex),
+(:CONDITION-VARIABLE waitqueue), (:SEMAPHORE semaphore), (:JOIN thread), (:GATE gate), (:MAILBOX
+mailbox), (:READ descriptor), (:WRITE descriptor), (:CALL-BLOCKING function); a keyword if there is
+no object, such as :SLEEP, :DEBUGGER, :POLL; or the REASON of FIBER-PARK. It may have changed when
+this returns."
   (let ((phase (fiber-phase-only fiber)))
     (cond ((= phase +new+) (values :new nil))
           ((= phase +dead+) (values (if (listp (fiber-result fiber)) :finished :aborted) nil))
           ((= phase +active+) (values (if (fiber-carrier fiber) :running :runnable) nil))
           (t (values :parked (what-it-waits-for fiber))))))
 
-;;; Who parks for an object gives just that as a reason, so as not to allocate; the keyword is found when somebody
-;;; asks. An object that a user gives is in a USER-REASON.
+;;; Who parks for an object gives just that as a reason, so as not to allocate; the keyword is found
+;;; when somebody asks. An object that a user gives is in a USER-REASON.
 (defstruct (user-reason (:constructor make-user-reason (object))
                         (:copier nil))
   (object nil :read-only t))
@@ -260,6 +261,7 @@ that runs no fiber this is PROGN."
   (forget-surroundings fiber)
   (loop (let ((phase (fiber-phase fiber)))
           (when (phase-becomes-p fiber phase +dead+) (return))))
+  (setf (fiber-interruptions fiber) nil) ; some may have come before that
   ;; Who has joined it must not find it among the living.
   (unless (= (fiber-context fiber) 0) (retire-index fiber))
   (setf (fiber-ended fiber) 1)
@@ -271,8 +273,8 @@ that runs no fiber this is PROGN."
     (with-pinned-objects (group)
       (wake-on-word (fiber-group-population-address group) (ash 1 29)))))
 
-;;; Who keeps a fiber that has ended for the sake of its values keeps nothing else. Others may have FIBER in their
-;;; hands still: they must not take its group for there.
+;;; Who keeps a fiber that has ended for the sake of its values keeps nothing else. Others may have
+;;; FIBER in their hands still: they must not take its group for there.
 (defun forget-surroundings (fiber)
   (setf (fiber-group fiber) nil
         (fiber-home fiber) nil
@@ -329,12 +331,12 @@ or SB-FIBER:*DEFAULT-STACK-SIZE* if none is given."))
 
 ;;;; the population of a group
 
-;;; The low half of the word counts the fibers from their submission to their end; it is what FINISH-FIBERS
-;;; waits on, as on the word of a mutex. The bit +CLOSED+ above it says that there will be no more. Both
-;;; are in one word, so that nobody is counted in between the look at a group in which nobody is
-;;; alive and its end. The bits above that count those of them that are not in the table of the
-;;; living yet, or not with their group: if there were none when somebody looked, after the group was
-;;; closed, then LIST-ALL-FIBERS has all that are alive.
+;;; The low half of the word counts the fibers from their submission to their end; it is what
+;;; FINISH-FIBERS waits on, as on the word of a mutex. The bit +CLOSED+ above it says that there
+;;; will be no more. Both are in one word, so that nobody is counted in between the look at a group
+;;; in which nobody is alive and its end. The bits above that count those of them that are not in
+;;; the table of the living yet, or not with their group: if there were none when somebody looked,
+;;; after the group was closed, then LIST-ALL-FIBERS has all that are alive.
 ;;;
 ;;;     open n   -> open n+1     who submits a fiber, and one more entry
 ;;;     open n   -> closed n     who ends all fibers
@@ -379,8 +381,8 @@ or SB-FIBER:*DEFAULT-STACK-SIZE* if none is given."))
 (declaim (ftype (sfunction (t t) fiber) submit-fiber))
 (defun submit-fiber (group fiber)
   "Let the carriers of GROUP run FIBER, which is new, and return it. GROUP is what START-FIBERS
-returned, or T for the default group. Signals an error if FIBER was submitted before or
-GROUP is finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is no stack to be had."
+returned, or T for the default group. Signals an error if FIBER was submitted before or GROUP is
+finished, and FIBER-STACK-UNAVAILABLE, a STORAGE-CONDITION, if there is no stack to be had."
   (let ((group (group-argument group)))
     (unless (fiber-p fiber)
       (error 'simple-type-error :datum fiber :expected-type 'fiber
@@ -456,8 +458,8 @@ DEFAULT is given."
   (wait-while-equal fiber (fiber-ended-address fiber) 0 timeout))
 
 (defun wait-while-equal (object address value timeout)
-  "Wait until the word at ADDRESS, in the pinned OBJECT, is not VALUE. Return false if TIMEOUT seconds
-are over before."
+  "Wait until the word at ADDRESS, in the pinned OBJECT, is not VALUE. Return false if TIMEOUT
+seconds are over before."
   (with-pinned-objects (object)
     (until-time-limit (limit timeout)
       (unless (= (sap-ref-32 (int-sap address) 0) value) (return t))
@@ -469,9 +471,9 @@ are over before."
 
 (declaim (ftype (sfunction (fiber function) null) interrupt-fiber))
 (defun interrupt-fiber (fiber function)
-  "Let FIBER call FUNCTION, without arguments, whatever it is doing, unless it is in WITHOUT-INTERRUPTS.
-If FUNCTION returns, what was interrupted goes on. Signals an INTERRUPT-THREAD-ERROR if
-FIBER has ended. All that is said of INTERRUPT-THREAD holds for this."
+  "Let FIBER call FUNCTION, without arguments, whatever it is doing, unless it is in
+WITHOUT-INTERRUPTS. If FUNCTION returns, what was interrupted goes on. Signals an
+INTERRUPT-THREAD-ERROR if FIBER has ended. All that is said of INTERRUPT-THREAD holds for this."
   (unless (%interrupt-fiber fiber function)
     (error 'sb-thread:interrupt-thread-error :thread fiber))
   nil)
@@ -497,9 +499,9 @@ FIBER has ended. All that is said of TERMINATE-THREAD holds for this."
 
 (declaim (ftype (sfunction (&key (:timeout (or null (real 0))) (:reason t)) boolean) fiber-park))
 (defun fiber-park (&key timeout (reason :park))
-  "Park the running fiber until FIBER-UNPARK is called on it, or return at once if that has been done
-since it last returned from here. Returns false if TIMEOUT seconds are over before. REASON is for those
-who look at the fiber."
+  "Park the running fiber until FIBER-UNPARK is called on it, or return at once if that has been
+done since it last returned from here. Returns false if TIMEOUT seconds are over before. REASON is
+for those who look at the fiber."
   (unless (can-park-p)
     (misuse *current-thread* "~@<~S cannot park here: ~:[it is no fiber~;it must not leave its ~
                               carrier~].~:@>" *current-thread* (in-fiber-p)))
@@ -520,6 +522,6 @@ who look at the fiber."
 (declaim (ftype (sfunction (function &key (:timeout (or null (real 0)))) t) fiber-wait-for))
 (defun fiber-wait-for (predicate &key timeout)
   "Wait until PREDICATE, a function without arguments, returns true, and return what it returned;
-NIL if TIMEOUT seconds are over before. It is called now and then, as by SB-EXT:WAIT-FOR: where somebody
-can tell, use FIBER-UNPARK or a condition variable."
+NIL if TIMEOUT seconds are over before. It is called now and then, as by SB-EXT:WAIT-FOR: where
+somebody can tell, use FIBER-UNPARK or a condition variable."
   (values (sb-thread::%wait-for predicate timeout)))

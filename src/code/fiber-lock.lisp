@@ -12,8 +12,8 @@
 (in-package "SB-FIBER")
 
 ;;; A tiny lock is a word: 0 free, 1 taken. It is held inside pseudo-atomic, that is, for a few
-;;; dozen instructions (some for each entry where a deadline heap grows or is listed)
-;;; during which neither the collector stops the holder nor a handler runs on top of it. So
+;;; dozen instructions (some for each entry where a deadline heap grows or is listed), or a system
+;;; call that does not wait (fcntl(2) of a listener, mmap(2) of an arena of stacks), during which neither the collector stops the holder nor a handler runs on top of it. So
 ;;;  - a thread that spins with GC inhibited does not wait for a stopped one,
 ;;;  - a handler that wants the lock does not wait for the code that it interrupted.
 ;;; One who spins is outside of pseudo-atomic and can be stopped.

@@ -17,9 +17,9 @@
 ;;; the queue, the deadlines and the poller, and a spare serves it. The carrier becomes a
 ;;; spare when its fiber parks. The monitor also sees to it that there is a spare.
 ;;;
-;;; The carrier is not asked, and no signal is sent to it: that would make its system call fail with EINTR,
-;;; and would not be heard with interrupts off. Nor may it pay for a locked
-;;; instruction in each switch. Instead:
+;;; The carrier is not asked, and no signal is sent to it: that would make its system call fail with
+;;; EINTR, and would not be heard with interrupts off. Nor may it pay for a locked instruction in
+;;; each switch. Instead:
 ;;;
 ;;;     the carrier                             the monitor
 ;;;     C1  make TURN odd                       M1  take SCHEDULER out of the carrier (atomically)
@@ -28,11 +28,11 @@
 ;;;                                                 or the carrier is a spare
 ;;;                                             M4  pass the scheduler on
 ;;;
-;;; Nobody else uses the scheduler after M3. If the carrier read it in C2, it did so before the barrier M2,
-;;; so that C1, which was before, is seen by M3, which waits until this use is over, C3. What begins
-;;; later finds NIL. A carrier that is asleep in its poller has TURN odd: it is woken, reads SCHEDULER again,
-;;; and becomes a spare. TURN changes when it begins to be one and when it ceases, so that M3 cannot
-;;; miss a short time of it.
+;;; Nobody else uses the scheduler after M3. If the carrier read it in C2, it did so before the
+;;; barrier M2, so that C1, which was before, is seen by M3, which waits until this use is over, C3.
+;;; What begins later finds NIL. A carrier that is asleep in its poller has TURN odd: it is woken,
+;;; reads SCHEDULER again, and becomes a spare. TURN changes when it begins to be one and when it
+;;; ceases, so that M3 cannot miss a short time of it.
 ;;;
 ;;; Who wants to give his scheduler away himself, since he is going to block, does as M1 and M4
 ;;; do; he is at no C2. Of him and the monitor one gets it.
@@ -41,10 +41,10 @@
 ;;; any thread. A fiber that enters its deadline into a heap that has been passed on meanwhile
 ;;; sees that its carrier does not have it (ENTER-DEADLINE), by the same argument.
 ;;;
-;;; Sleep. While all schedulers are asleep in their pollers, nothing has to be watched, and the monitor
-;;; sleeps without a time-out. It sets MONITOR-ASLEEP, *then* reads IDLE; a carrier leaves IDLE, *then*
-;;; reads MONITOR-ASLEEP; with a full barrier in both. So either it sees that one is awake, or that
-;;; one rouses it.
+;;; Sleep. While all schedulers are asleep in their pollers, nothing has to be watched, and the
+;;; monitor sleeps without a time-out. It sets MONITOR-ASLEEP, *then* reads IDLE; a carrier leaves
+;;; IDLE, *then* reads MONITOR-ASLEEP; with a full barrier in both. So either it sees that one is
+;;; awake, or that one rouses it.
 
 (declaim (type (or null (real (0) 3600)) *stuck-carrier-time*))
 (define-load-time-global *stuck-carrier-time* 1/100
@@ -87,9 +87,9 @@
 ;;; A second, as a rule: threads that are needed again and again are not made again and again.
 (defconstant +looks-before-retiring+ 100)
 
-;;; Only a fiber that runs on a carrier gets it as its home, and ceases to have it there. So none will
-;;; return to a carrier that idles and is the home of none; and once a spare is in no place any more
-;;; it cannot run one, and its count does not change.
+;;; Only a fiber that runs on a carrier gets it as its home, and ceases to have it there. So none
+;;; will return to a carrier that idles and is the home of none; and once a spare is in no place any
+;;; more it cannot run one, and its count does not change.
 (defun home-of-none-p (carrier)
   (= 0 (carrier-guests (truly-the carrier carrier))))
 
@@ -124,8 +124,8 @@
   (wake-carrier spare))
 
 (defun retire-spare-if-quiet (group)
-  "If GROUP has more spares than it needs, and nothing has been stuck for some time, let one end. Return
-true if there is more to do."
+  "If GROUP has more spares than it needs, and nothing has been stuck for some time, let one end.
+Return true if there is more to do."
   (and (> (count-used (fiber-group-spares group)) (length (fiber-group-schedulers group)))
        (or (< (incf (fiber-group-quiet-looks group)) +looks-before-retiring+)
            (retire-spare group))))
@@ -155,8 +155,8 @@ true if there is more to do."
 ;;;; sleeping
 
 (defun sleep-until-alarm (group nanoseconds)
-  "Sleep until the alarm of the monitor of GROUP is set, for NANOSECONDS at most if that is not NIL, or until a
-signal comes."
+  "Sleep until the alarm of the monitor of GROUP is set, for NANOSECONDS at most if that is not NIL,
+or until a signal comes."
   (with-pinned-objects (group)
     (if nanoseconds
         (multiple-value-bind (seconds rest) (truncate nanoseconds 1000000000)
@@ -174,9 +174,9 @@ signal comes."
   (= 1 (alien-funcall (extern-alien "fiber_thread_waits" (function int int))
                       (sb-thread:thread-os-tid (carrier-thread carrier)))))
 
-;;; After a collection some threads are still about to be released when others, we among them, run. We do
-;;; not call NANOSLEEP: the kernel counts from anew, with its slack, after each signal of the collector,
-;;; which may be for ever.
+;;; After a collection some threads are still about to be released when others, we among them, run.
+;;; We do not call NANOSLEEP: the kernel counts from anew, with its slack, after each signal of the
+;;; collector, which may be for ever.
 (defun keeps-waiting-p (group carrier turn)
   (let ((until (nanoseconds-from-now 500000)))
     (and (waits-in-kernel-p carrier)
@@ -208,7 +208,8 @@ processor is not stuck."
         (relieve group carrier (carrier-seen-turn carrier) period)))))
 
 (defun relieve (group carrier turn period)
-  "CARRIER is stuck in TURN. If there is no spare it keeps its scheduler, and may have it back sooner."
+  "CARRIER is stuck in TURN. If there is no spare it keeps its scheduler, and may have it back
+sooner."
   (let ((known (= turn (carrier-stuck-turn carrier))))
     (unless known
       (setf (carrier-stuck-turn carrier) turn
@@ -235,8 +236,9 @@ processor is not stuck."
                         (fiber-at (context-word (int-sap context) index)))))))
     (and fiber (eq (fiber-carrier fiber) carrier) fiber)))
 
-;;; A warning is printed by a thread of the pool: the stream's lock may belong to the fiber that is stuck. An
-;;; error is signalled in the fiber, where that can be interrupted. If the pool gets no thread the warning waits.
+;;; A warning is printed by a thread of the pool: the stream's lock may belong to the fiber that is
+;;; stuck. An error is signalled in the fiber, where that can be interrupted. If the pool gets no
+;;; thread the warning waits.
 (defun report-stuck (carrier turn period)
   (let* ((action *pinned-blocking-action*)
          (fiber (and action (fiber-on carrier))))
@@ -283,7 +285,8 @@ processor is not stuck."
   (barrier (:memory)))
 
 (defun doze (group period)
-  "Sleep for PERIOD, or until a carrier wakes if PERIOD is NIL, or all are asleep and no spares are to end."
+  "Sleep for PERIOD, or until a carrier wakes if PERIOD is NIL, or all are asleep and no spares are
+to end."
   (setf (fiber-group-monitor-asleep group) (if period 1 0))
   (barrier (:memory))
   (cond ((or (null period)

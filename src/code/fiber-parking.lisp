@@ -204,8 +204,8 @@ NIL for nothing, :WARN for a warning, :ERROR for an error.")
 
 (declaim (ftype (sfunction (&optional t) boolean) park-or-announce))
 (defun park-or-announce (&optional (waits t))
-  "Called before a system call that waits if WAITS. True if a fiber is running and can park instead; if
-it must not leave its carrier, give the carrier's work to another."
+  "Called before a system call that waits if WAITS. True if a fiber is running and can park instead;
+if it must not leave its carrier, give the carrier's work to another."
   (cond ((can-park-p) t)
         (t (when (and waits (in-fiber-p)) (note-native-wait))
            nil)))
@@ -264,9 +264,9 @@ it must not leave its carrier, give the carrier's work to another."
 (declaim (ftype (sfunction (word (unsigned-byte 32) (or null fixnum) (or null word)) fixnum)
                 wait-on-word))
 (defun wait-on-word (address expected to-sec to-usec)
-  "Wait while the word at ADDRESS, the low half of a raw slot of a pinned object, is EXPECTED, at most
-TO-SEC seconds and TO-USEC microseconds; for ever if TO-SEC is negative. Returns 0 if woken, 1 if
-the time is over, 2 after an interruption, -1 if the word is not EXPECTED."
+  "Wait while the word at ADDRESS, the low half of a raw slot of a pinned object, is EXPECTED, at
+most TO-SEC seconds and TO-USEC microseconds; for ever if TO-SEC is negative. Returns 0 if woken, 1
+if the time is over, 2 after an interruption, -1 if the word is not EXPECTED."
   (if (can-park-p)
       (let ((fiber (truly-the fiber *current-thread*))
             (deadline (timeout-to-deadline to-sec to-usec)))
@@ -287,7 +287,8 @@ the time is over, 2 after an interruption, -1 if the word is not EXPECTED."
 
 ;;; One woken may wait for the word again: count, lest we wake it for ever.
 (defun wake-fibers (bucket address n)
-  "Wake at most N fibers that wait for ADDRESS in BUCKET. Return the number of others that may be woken."
+  "Wake at most N fibers that wait for ADDRESS in BUCKET. Return the number of others that may be
+woken."
   (declare (fixnum n))
   (loop repeat (min n (bucket-waiters bucket))
         while (wake-fiber bucket address)
@@ -330,10 +331,10 @@ the time is over, 2 after an interruption, -1 if the word is not EXPECTED."
 
 ;;; The state of a mutex is a word: 0 free, 1 taken, 2 taken and perhaps waited for. A release that
 ;;; finds 2 makes it 0 and wakes one, who then tries to take it, as others do, who come first if
-;;; they run already. For threads this is fast, and what comes of it is left to chance. Of fibers on a carrier,
-;;; one that holds the mutex whenever it parks would always be the one who comes first, and
-;;; the others would wait for ever. So a fiber that was woken in vain waits again with a
-;;; claim, in front of the others, and a release hands it the mutex, whose state stays 2:
+;;; they run already. For threads this is fast, and what comes of it is left to chance. Of fibers on
+;;; a carrier, one that holds the mutex whenever it parks would always be the one who comes first,
+;;; and the others would wait for ever. So a fiber that was woken in vain waits again with a claim,
+;;; in front of the others, and a release hands it the mutex, whose state stays 2:
 ;;;
 ;;;     WAIT-CLAIM           move                         by
 ;;;     NIL     -> :WANTED   it was woken, and too late   the fiber, out of the bucket
@@ -409,12 +410,13 @@ has claimed the mutex. Grant it, and return the fiber, else NIL."
           (unpark fiber)
           t)))))
 
-;;; A control stack that overflowed in here would leave the mutex taken, with no owner. So near its end nobody
-;;; is preferred: what is left is the overflow in the wake-up of a free mutex, as a thread has it.
+;;; A control stack that overflowed in here would leave the mutex taken, with no owner. So near its
+;;; end nobody is preferred: what is left is the overflow in the wake-up of a free mutex, as a
+;;; thread has it.
 (declaim (ftype (sfunction (word) boolean) hand-over))
 (defun hand-over (address)
-  "Give the pinned mutex whose state is at ADDRESS, and which the caller was about to release, to a fiber
-that has claimed it. Return false if there is none."
+  "Give the pinned mutex whose state is at ADDRESS, and which the caller was about to release, to a
+fiber that has claimed it. Return false if there is none."
   (let ((bucket (bucket-of address))
         (fiber (current-fiber)))
     (and (/= (bucket-claims bucket) 0)

@@ -114,7 +114,8 @@ descriptor left."
          "The kernel has no memory for it.")))
 
 (defun close-poller (poller)
-  "Give back the memory, the descriptors and the number of POLLER, which may have no descriptors yet."
+  "Give back the memory, the descriptors and the number of POLLER, which may have no descriptors
+yet."
   (%free (poller-events poller))
   (dolist (fd (list (poller-wakeup poller) (poller-epoll poller)))
     (unless (minusp fd) (sb-unix:unix-close fd)))
@@ -137,8 +138,8 @@ descriptor left."
 
 ;;; USERS keeps the descriptors open, whose numbers other files may get otherwise.
 (defmacro using-poller ((poller usable) &body body)
-  "Execute BODY, which does not exit non-locally, if POLLER is USABLE, which is asked while it cannot be freed.
-With interrupts off."
+  "Execute BODY, which does not exit non-locally, if POLLER is USABLE, which is asked while it
+cannot be freed. With interrupts off."
   `(progn
      (atomic-incf (poller-users ,poller))
      (multiple-value-prog1 (when ,usable ,@body)
@@ -166,7 +167,8 @@ With interrupts off."
 ;;;  - if a chain is not empty, the descriptor is armed for that direction in the poller whose
 ;;;    number is INPUT-POLLER or OUTPUT-POLLER, or its report is being handled;
 ;;;  - KNOWN-TO has the bits of the pollers that have ever heard of the descriptor
-;;;    in its present GENERATION;
+;;;    in its present GENERATION (one may hear of it late, from a thread that arms while it is closed:
+;;;    its report is dropped);
 ;;;  - ARMING is 0.
 ;;;
 ;;;     state of a waiter          move                     by
@@ -185,9 +187,10 @@ With interrupts off."
 ;;; wait in the kernel for others that use the poller. So that an older wish does not
 ;;; replace a younger one there, one thread at a time arms a descriptor: ARMING has the directions
 ;;; for which somebody wants that, and +ARMING-NOW+ while a thread is at it. That thread takes a
-;;; direction out under the lock, arms for all that is wanted in its poller then, and ends when
-;;; ARMING has no direction any more. A direction is entered there, after its waiter, under the
-;;; lock; so a waiter that is seen by no system call is seen by the next.
+;;; direction out under the lock, and the other if it is served by the same poller, arms there for all
+;;; that is wanted then, and ends when ARMING has no direction any more. A direction is entered there,
+;;; after its waiter, under the lock, and taken out together with the look at the chains for the system
+;;; call that serves it; so each waiter is seen by one.
 ;;;
 ;;;     ARMING                          move                  by
 ;;;     0             -> now, wishes    WISH-TO-ARM           the thread that will arm
@@ -199,7 +202,7 @@ With interrupts off."
   (lock 0 :type word)
   (fd 0 :type descriptor :read-only t)
   (generation 0 :type (unsigned-byte 29))
-  ;; True from FORGET-FILE until the descriptor has been closed.
+  ;; True from FORGET-FILE until the thread that called it last has closed the descriptor.
   (closing nil :type boolean)
   ;; How to read and write without waiting, see fiber-io.lisp. NIL: not found out yet.
   (kind nil :type symbol)
@@ -285,7 +288,8 @@ holder of its lock."
 
 ;;; A fiber that sees RESULT may enter another chain at once.
 (defun release-waiters (chain result)
-  "Let the fibers of CHAIN, which were taken out, have RESULT; return a list of them. They must be woken."
+  "Let the fibers of CHAIN, which were taken out, have RESULT; return a list of them. They must be
+woken."
   (loop while chain
         collect (let ((fiber (truly-the fiber chain)))
                   (setf chain (fiber-wait-next fiber)
@@ -306,27 +310,33 @@ holder of its lock."
           (if (and (fd-cell-output cell) (= (fd-cell-output-poller cell) index)) +output+ 0)))
 
 (declaim (inline wish-to-arm))
-(defun wish-to-arm (cell direction)
-  "Let CELL be armed for DIRECTION. Return true if the caller has to call ARM-CELL, once it has left the lock
-of CELL, which it holds."
+(defun wish-to-arm (cell directions)
+  "Let CELL be armed for DIRECTIONS. Return true if the caller has to call ARM-CELL, once it has left
+the lock of CELL, which it holds."
   (let ((old (fd-cell-arming cell)))
-    (setf (fd-cell-arming cell) (logior old direction +arming-now+))
+    (setf (fd-cell-arming cell) (logior old directions +arming-now+))
     (not (logtest old +arming-now+))))
 
-(declaim (inline next-arming))
+(declaim (inline directions-of-poller next-arming))
+(defun directions-of-poller (cell index)
+  (logior (if (= (fd-cell-input-poller cell) index) +input+ 0)
+          (if (= (fd-cell-output-poller cell) index) +output+ 0)))
+
+;;; All the wishes that one system call fulfils are taken out, and no other: a wish for a direction
+;;; whose waiters are in another poller by now is one for that.
 (defun next-arming (cell)
-  "Take a direction out of ARMING of CELL, and return the number of the poller in which to arm, or else NIL and
-be done. For the thread that arms, which holds the lock of CELL."
+  "Take wishes out of ARMING of CELL, and return the number of the poller in which to arm, or else
+NIL and be done. For the thread that arms, which holds the lock of CELL."
   (let ((wishes (logand (fd-cell-arming cell) (logior +input+ +output+))))
     (cond ((= wishes 0)
            (setf (fd-cell-arming cell) 0)
            nil)
           (t
-           (let* ((direction (if (logtest wishes +input+) +input+ +output+))
-                  (index (if (= direction +input+)
-                             (fd-cell-input-poller cell)
-                             (fd-cell-output-poller cell))))
-             (setf (fd-cell-arming cell) (logior +arming-now+ (logxor wishes direction))
+           (let ((index (if (logtest wishes +input+)
+                            (fd-cell-input-poller cell)
+                            (fd-cell-output-poller cell))))
+             (setf (fd-cell-arming cell)
+                   (logior +arming-now+ (logandc2 wishes (directions-of-poller cell index)))
                    (fd-cell-known-to cell)
                    (logior (fd-cell-known-to cell) (truly-the (unsigned-byte 62) (ash 1 index))))
              index)))))
@@ -343,7 +353,8 @@ be done. For the thread that arms, which holds the lock of CELL."
         0)))
 
 (defun arm-cell (cell)
-  "Arm CELL for all that is wanted, until nothing new is. For the thread to which WISH-TO-ARM said so."
+  "Arm CELL for all that is wanted, until nothing new is. For the thread to which WISH-TO-ARM said
+so."
   (loop
     (let ((index nil) (directions 0) (data 0))
       (declare (type (or null (mod #.max-pollers)) index) (type (mod 4) directions) (word data))
@@ -361,7 +372,8 @@ be done. For the thread that arms, which holds the lock of CELL."
 ;;; Nobody would report to them.
 (declaim (ftype (sfunction (fd-cell (mod #.max-pollers) word (signed-byte 32)) t) refuse-waiters))
 (defun refuse-waiters (cell index data errno)
-  "Wake those who wait for CELL in poller number INDEX, and tell them ERRNO, if DATA is still that of CELL."
+  "Wake those who wait for CELL in poller number INDEX, and tell them ERRNO, if DATA is still that
+of CELL."
   (let ((chain nil))
     (with-tiny-lock ((fd-cell-lock cell))
       (when (= data (fd-cell-data cell))
@@ -382,8 +394,8 @@ be done. For the thread that arms, which holds the lock of CELL."
 
 (declaim (ftype (sfunction (fd-cell fiber (mod 3) poller fixnum) boolean) add-waiter))
 (defun add-waiter (cell fiber direction poller file)
-  "Let FIBER wait in POLLER until CELL is ready for DIRECTION. Return false if CELL does not stand for FILE any
-more, see NOTE-FILE, or is closed already."
+  "Let FIBER wait in POLLER until CELL is ready for DIRECTION. Return false if CELL does not stand
+for FILE any more, see NOTE-FILE, or is closed already."
   (setf (fiber-wait-next fiber) nil
         (fiber-wait-result fiber) nil)
   (when (with-tiny-lock ((fd-cell-lock cell))
@@ -435,8 +447,8 @@ more, see NOTE-FILE, or is closed already."
 
 (declaim (ftype (sfunction (poller word (mod 4)) (values t t)) handle-report))
 (defun handle-report (poller data directions)
-  "The descriptor of DATA has been reported ready for DIRECTIONS. Return the fiber that waited for input
-and the one that waited for output, each or NIL, which must be woken."
+  "The descriptor of DATA has been reported ready for DIRECTIONS. Return the fiber that waited for
+input and the one that waited for output, each or NIL, which must be woken."
   (let ((cell (find-fd-cell (ldb (byte 31 0) data) nil))
         (index (poller-index poller))
         (reader nil)
@@ -449,33 +461,33 @@ and the one that waited for output, each or NIL, which must be woken."
                    (when (and (logtest directions +output+) (= (fd-cell-output-poller cell) index))
                      (setf writer (take-waiter (fd-cell-output cell))))
                    (let ((wanted (wanted-directions cell index)))
-                     ;; One is enough: it is armed for all that is wanted in this poller.
-                     (and (/= wanted 0)
-                          (wish-to-arm cell (if (logtest wanted +input+) +input+ +output+)))))))
+                     (and (/= wanted 0) (wish-to-arm cell wanted))))))
       (arm-cell cell))
     (values reader writer)))
 
 ;;;; closing
 
-(declaim (ftype (sfunction (fd-cell) list) forget-file))
+(declaim (ftype (sfunction (fd-cell) (values list (unsigned-byte 29))) forget-file))
 (defun forget-file (cell)
-  "The descriptor of CELL is about to be closed. Return a list of the fibers that waited for it, which have
-the result :CLOSED and must be woken. A duplicate would keep the registration alive and report for another
-file that gets the number: hence the removal."
+  "The descriptor of CELL is about to be closed. Return a list of the fibers that waited for it,
+which have the result :CLOSED and must be woken, and the generation that begins. A duplicate would
+keep the registration alive and report for another file that gets the number: hence the removal."
   (let ((known-to 0)
+        (generation 0)
         (chain nil))
-    (declare (type (unsigned-byte 62) known-to))
+    (declare (type (unsigned-byte 62) known-to) (type (unsigned-byte 29) generation))
     (with-tiny-lock ((fd-cell-lock cell))
-      (setf known-to (fd-cell-known-to cell)
+      (setf generation (logand (1+ (fd-cell-generation cell)) (1- (ash 1 29)))
+            known-to (fd-cell-known-to cell)
             (fd-cell-known-to cell) 0
             (fd-cell-kind cell) nil
             (fd-cell-nonblocking-by-us cell) nil
             (fd-cell-closing cell) t
-            (fd-cell-generation cell) (logand (1+ (fd-cell-generation cell)) (1- (ash 1 29)))
+            (fd-cell-generation cell) generation
             chain (take-waiters cell 3))
       nil)
     (unless (= known-to 0) (forget-in-pollers (fd-cell-fd cell) known-to))
-    (release-waiters chain :closed)))
+    (values (release-waiters chain :closed) generation)))
 
 (defun forget-in-pollers (fd known-to)
   (declare (type (unsigned-byte 62) known-to))
@@ -487,12 +499,15 @@ file that gets the number: hence the removal."
             (%poller-forget (poller-epoll poller) fd)))))))
 
 ;;; FD has been closed, and its number may stand for another file already: nothing is undone.
-(defun wake-late-waiters (cell)
-  "Return a list of the fibers that wait in CELL, which have the result :AGAIN and must be woken."
+(declaim (ftype (sfunction (fd-cell (unsigned-byte 29)) list) wake-late-waiters))
+(defun wake-late-waiters (cell generation)
+  "Return a list of the fibers that wait in CELL, which have the result :AGAIN and must be woken. The
+descriptor is not being closed any more, unless by another than the one who made GENERATION begin."
   (let ((chain nil))
     (with-tiny-lock ((fd-cell-lock cell))
-      (setf (fd-cell-closing cell) nil
-            chain (take-waiters cell 3))
+      (when (= generation (fd-cell-generation cell))
+        (setf (fd-cell-closing cell) nil))
+      (setf chain (take-waiters cell 3))
       nil)
     (release-waiters chain :again)))
 
@@ -500,23 +515,37 @@ file that gets the number: hence the removal."
 
 ;;; The next poller with this number has heard of nothing, and nobody serves this one.
 (defun forget-poller-in-cells (index heir)
-  "Let no cell refer to the poller number INDEX. HEIR, a function, returns a poller for the fiber at the
-head of a chain that was served by it: one of another group, which had joined others."
-  (declare (function heir))
+  "Let no cell refer to the poller number INDEX. HEIR, a function, returns a poller for the fiber at
+the head of a chain that was served by it: one of another group, which had joined others."
+  (declare (type (mod #.max-pollers) index))
   (flet ((forget (cell)
            (declare (fd-cell cell))
-           (let ((reader (fd-cell-input cell))
-                 (writer (fd-cell-output cell)))
-             (when (and reader (= (fd-cell-input-poller cell) index))
-               (rearm-elsewhere cell +input+ (funcall heir reader)))
-             (when (and writer (= (fd-cell-output-poller cell) index))
-               (rearm-elsewhere cell +output+ (funcall heir writer)))
-             (with-tiny-lock ((fd-cell-lock cell))
-               (setf (fd-cell-known-to cell)
-                     (logandc2 (fd-cell-known-to cell)
-                               (truly-the (unsigned-byte 62) (ash 1 index))))
-               nil))))
+           (find-heir cell +input+ index heir)
+           (find-heir cell +output+ index heir)
+           (with-tiny-lock ((fd-cell-lock cell))
+             (setf (fd-cell-known-to cell)
+                   (logandc2 (fd-cell-known-to cell)
+                             (truly-the (unsigned-byte 62) (ash 1 index))))
+             nil)))
     (map-fd-cells #'forget)))
+
+(defun first-in-poller (cell direction index)
+  "The fiber that waits first for DIRECTION of CELL in poller number INDEX, or NIL."
+  (declare (type (mod #.max-pollers) index))
+  (if (= direction +input+)
+      (and (= (fd-cell-input-poller cell) index) (fd-cell-input cell))
+      (and (= (fd-cell-output-poller cell) index) (fd-cell-output cell))))
+
+;;; A fiber that has left the chain may have ended, and belongs to no group any more.
+(defun find-heir (cell direction index heir)
+  (declare (function heir))
+  (loop
+    (let* ((first (first-in-poller cell direction index))
+           (poller (and first (funcall heir first))))
+      (when poller
+        (rearm-elsewhere cell direction poller))
+      (when (or poller (eq first (first-in-poller cell direction index)))
+        (return)))))
 
 (defun rearm-elsewhere (cell direction poller)
   (when (and poller

@@ -12,9 +12,10 @@
 (in-package "SB-FIBER")
 
 ;;; The kernel cannot be asked to look up a name, to open a file or to run foreign code without
-;;; waiting. CALL-BLOCKING hands such a call to a thread of the pool, and parks the fiber
-;;; until it has an outcome. All groups share one pool. It starts a thread when there are more calls than idle
-;;; threads, up to *BLOCKING-THREAD-LIMIT*; a thread that has been idle for +IDLE-SECONDS+ ends.
+;;; waiting. CALL-BLOCKING hands such a call to a thread of the pool, and parks the fiber until it
+;;; has an outcome. All groups share one pool. It starts a thread when there are more calls than
+;;; idle threads, up to *BLOCKING-THREAD-LIMIT*; a thread that has been idle for +IDLE-SECONDS+
+;;; ends.
 ;;;
 ;;; What is true when nobody holds the lock of the pool:
 ;;;  - the semaphore counts the entries of the queue, which are calls, and NIL for each thread that is
@@ -210,11 +211,11 @@
 (declaim (ftype (sfunction ((or symbol function)) *) call-blocking))
 (defun call-blocking (function)
   "Call FUNCTION, without arguments, in a thread that may block, and return its values; the fiber is
-parked meanwhile. FUNCTION sees the global values of special variables. An error that it does not handle is
-signalled in the fiber, and a SB-THREAD:THREAD-ERROR if it unwinds the thread. If the
+parked meanwhile. FUNCTION sees the global values of special variables. An error that it does not
+handle is signalled in the fiber, and a SB-THREAD:THREAD-ERROR if it unwinds the thread. If the
 fiber is unwound while it waits, FUNCTION is unwound as well, as soon as its thread can be
-interrupted; the fiber does not wait for that. In a thread, and where the fiber must not leave
-its carrier, FUNCTION is just called."
+interrupted; the fiber does not wait for that. In a thread, and where the fiber must not leave its
+carrier, FUNCTION is just called."
   (let ((function (coerce function 'function)))
     (if (can-park-p)
         (let ((call (make-blocking-call function)))
@@ -226,7 +227,8 @@ its carrier, FUNCTION is just called."
 
 ;;; A library of C that is unwound may leave its locks taken behind it.
 (defun call-uninterrupted (function argument)
-  "As CALL-BLOCKING, but if the fiber is unwound, FUNCTION, called with ARGUMENT, is left alone until it returns."
+  "As CALL-BLOCKING, but if the fiber is unwound, FUNCTION, called with ARGUMENT, is left alone
+until it returns."
   (declare (function function))
   (call-blocking (lambda () (without-interrupts (funcall function argument)))))
 
@@ -281,8 +283,8 @@ its carrier, FUNCTION is just called."
             do (add-entry pool nil)))))
 
 (defun stop-pool ()
-  "End the threads of the pool before an image is saved; the next call starts others. No fiber is alive,
-so that all calls there are have been abandoned."
+  "End the threads of the pool before an image is saved; the next call starts others. No fiber is
+alive, so that all calls there are have been abandoned."
   (dismiss-idle-threads)
   (dolist (thread (blocking-pool-threads *blocking-pool*))
     (when (eq :timeout (nth-value 1 (sb-thread:join-thread thread :default nil :timeout 10)))

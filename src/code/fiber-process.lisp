@@ -11,14 +11,14 @@
 
 (in-package "SB-FIBER")
 
-;;; PROCESS-WAIT serves the events of its fiber or thread until the process has ended, since it may have to
-;;; copy what the process prints. So a change of the process must be such an event:
+;;; PROCESS-WAIT serves the events of its fiber or thread until the process has ended, since it may
+;;; have to copy what the process prints. So a change of the process must be such an event:
 ;;;  - its end makes a pidfd readable, which each who waits has for himself. It does not depend on who is
 ;;;    sent SIGCHLD, and whether he has interrupts enabled;
 ;;;  - that it was stopped or continued, or that somebody else has taken its status from the kernel, is
 ;;;    written to the event descriptors of all who wait, by who found out.
-;;; Both belong to the waiter. *ACTIVE-PROCESSES-LOCK* is held when an event descriptor is written to,
-;;; and when it is entered into or removed from the list: none is written to that was closed.
+;;; Both belong to the waiter. *ACTIVE-PROCESSES-LOCK* is held when an event descriptor is written
+;;; to, and when it is entered into or removed from the list: none is written to that was closed.
 
 (define-alien-routine ("fiber_event_open" %event-open) int)
 (define-alien-routine ("fiber_process_open" %process-open) int (pid int))
@@ -35,11 +35,11 @@
   (with-alien ((count (unsigned 64)))
     (sb-unix:unix-read fd (alien-sap (addr count)) 8)))
 
-;;; Interrupts are enabled in FUNCTION only: nobody can be unwound with a descriptor that he has not noted, or
-;;; before he has closed it.
+;;; Interrupts are enabled in FUNCTION only: nobody can be unwound with a descriptor that he has not
+;;; noted, or before he has closed it.
 (defun call-with-event-fd (open on-event function)
-  "Call FUNCTION with the descriptor that OPEN returns while ON-EVENT is called when that is readable, and
-then close it; with a negative number, if OPEN returns that."
+  "Call FUNCTION with the descriptor that OPEN returns while ON-EVENT is called when that is
+readable, and then close it; with a negative number, if OPEN returns that."
   (declare (function open function))
   (let ((fd -1))
     (without-interrupts
@@ -51,8 +51,8 @@ then close it; with a negative number, if OPEN returns that."
         (unless (minusp fd) (sb-unix:unix-close fd))))))
 
 (defun call-with-process-events (pid function)
-  "Call FUNCTION, while the end of process PID is an event, with a descriptor that makes another one when
-WAKE-PROCESS-WAITER is called on it."
+  "Call FUNCTION, while the end of process PID is an event, with a descriptor that makes another one
+when WAKE-PROCESS-WAITER is called on it."
   (declare (function function))
   (call-with-event-fd
    #'open-event #'drain-event
@@ -66,8 +66,8 @@ WAKE-PROCESS-WAITER is called on it."
         (funcall function event))))))
 
 (defmacro with-process-waiter ((pid waiters &rest lock) &body body)
-  "Execute BODY such that all changes of process PID are events. WAITERS is the place of the list that
-LOCK, a form without its body, protects."
+  "Execute BODY such that all changes of process PID are events. WAITERS is the place of the list
+that LOCK, a form without its body, protects."
   (with-unique-names (event)
     `(call-with-process-events
       ,pid

@@ -11,8 +11,8 @@
 
 (in-package "SB-FIBER")
 
-;;; The order is: deadlines and reports of its own scheduler, the injector, its own queue; then what others have
-;;; queued. What is true when nobody is inside:
+;;; The order is: deadlines and reports of its own scheduler, the injector, its own queue; then what
+;;; others have queued. What is true when nobody is inside:
 ;;;  - SEARCHING counts the carriers in SEARCH-ELSEWHERE;
 ;;;  - a bit of IDLE is set only while that scheduler's carrier is in SLEEP-IN-POLLER, and cleared by it or by
 ;;;    who wakes it; SLEEP of its poller is not 0 meanwhile.
@@ -23,11 +23,11 @@
   "Half of the free places of QUEUE, and at least one."
   (max 1 (ash (truly-the fixnum (- run-queue-capacity (run-queue-length queue))) -1)))
 
-;;; What is left stays in the heap, whose nearest deadline then is past: TIME-TO-SLEEP is 0, and the next look
-;;; comes when what is queued has run, or sooner.
+;;; What is left stays in the heap, whose nearest deadline then is past: TIME-TO-SLEEP is 0, and the
+;;; next look comes when what is queued has run, or sooner.
 (defun collect-expired (scheduler)
-  "Unpark the fibers of SCHEDULER whose deadlines have come, interrupt those whose alarms have: the earliest,
-no more than the queue has room for."
+  "Unpark the fibers of SCHEDULER whose deadlines have come, interrupt those whose alarms have: the
+earliest, no more than the queue has room for."
   (let ((heap (scheduler-deadlines scheduler)))
     (when (/= (deadline-heap-nearest heap) most-positive-fixnum)
       (let ((now (fiber-now)))
@@ -58,8 +58,8 @@ no more than the queue has room for."
             (when writer (unpark writer))))))))
 
 (defun collect-injected (scheduler)
-  "Take some of what has come from outside, and leave the rest to others. Queue all but the first, and
-return that, or NIL if there is none."
+  "Take some of what has come from outside, and leave the rest to others. Queue all but the first,
+and return that, or NIL if there is none."
   (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
          (queue (scheduler-queue scheduler))
          (first (injector-take (fiber-group-injector group) (half-room queue))))
@@ -82,7 +82,8 @@ return that, or NIL if there is none."
               (return fiber))))))))
 
 (defun look-around (scheduler)
-  "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or NIL."
+  "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or
+NIL."
   (setf (scheduler-turns scheduler) 0
         (scheduler-next-reading scheduler) 1
         (scheduler-looked scheduler) (%cycle-count))
@@ -97,8 +98,8 @@ return that, or NIL if there is none."
 
 (declaim (inline enough-search-p))
 (defun enough-search-p (group)
-  "True if with one more than half of the carriers of GROUP that are awake would search: they would take
-their processors from those who work."
+  "True if with one more than half of the carriers of GROUP that are awake would search: they would
+take their processors from those who work."
   (declare (fiber-group group))
   (> (* 2 (1+ (fiber-group-searching group)))
      (- (length (fiber-group-schedulers group)) (logcount (fiber-group-idle group)))))

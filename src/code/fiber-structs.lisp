@@ -73,9 +73,10 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 
 (declaim (sb-ext:freeze-type fiber sb-thread:thread))
 
-;;; What the running fiber is going to wait for, if that is made of what it then waits for in the parking lot, as
-;;; a semaphore is of a condition variable: what was bound first is what its user knows. Bound only
-;;; where there has been something to wait for, and so nothing is kept alive by it, and no fast path is longer.
+;;; What the running fiber is going to wait for, if that is made of what it then waits for in the
+;;; parking lot, as a semaphore is of a condition variable: what was bound first is what its user
+;;; knows. Bound only where there has been something to wait for, and so nothing is kept alive by
+;;; it, and no fast path is longer.
 #-sb-xc-host
 (sb-impl:define-thread-local *waited-for* nil)
 
@@ -119,6 +120,7 @@ by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   "Execute BODY, a foreign call that holds no lock, such that it may be interrupted, and left by a
 non-local exit; but not what has called back."
   `(let ((*foreign-frames* (frames-if-interruptible)))
+     (see-deferred-signals)
      ,@body))
 
 (defmacro with-interruptible-foreign-calls (&body body)
@@ -130,3 +132,16 @@ returned. In a thread they never do."
      (see-deferred-signals)
      ,@body))
 )
+
+;;;; closing a descriptor, see fiber-io.lisp
+
+;;; A thread that was unwound in between would leave a file that is open, and whose users have been told that
+;;; it is closed.
+#-sb-xc-host
+(defmacro closing-descriptor ((fd) &body close)
+  "The values of CLOSE, a system call that closes FD: fibers that use it are told."
+  (with-unique-names (mark)
+    `(without-interrupts
+       (let ((,mark (note-close ,fd)))
+         (multiple-value-prog1 (progn ,@close)
+           (note-closed ,fd ,mark))))))

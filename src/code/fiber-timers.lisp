@@ -164,7 +164,8 @@
 
 (declaim (ftype (sfunction (deadline-heap fixnum) (or null heap-entry)) heap-take-expired))
 (defun heap-take-expired (heap now)
-  "Remove and return an entry of HEAP whose deadline is not later than NOW, the earliest first, or NIL."
+  "Remove and return an entry of HEAP whose deadline is not later than NOW, the earliest first, or
+NIL."
   (when (<= (deadline-heap-nearest heap) now)
     (with-tiny-lock ((deadline-heap-lock heap))
       (when (<= (deadline-heap-nearest heap) now)

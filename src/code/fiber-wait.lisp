@@ -65,8 +65,8 @@ off."
       (+ (fiber-control-stack-start fiber)
          (extern-alien "fiber_control_reserve" unsigned))))
 
-;;; A stack that overflows in the midst of a wait is unwound with the fiber in some chain, or with its
-;;; predecessor forgotten.
+;;; A stack that overflows in the midst of a wait is unwound with the fiber in some chain, or with
+;;; its predecessor forgotten.
 (defun ensure-waiting-room (fiber)
   "Let FIBER, which is running, be told now if its stack is about to be exhausted."
   (unless (waiting-room-p fiber)
@@ -74,7 +74,8 @@ off."
 
 (declaim (ftype (sfunction () boolean) can-park-p))
 (defun can-park-p ()
-  "Is a fiber running that can leave its carrier here? If it has too little stack for that, let it be told."
+  "Is a fiber running that can leave its carrier here? If it has too little stack for that, let it
+be told."
   (let ((fiber (current-fiber)))
     (when (and fiber (not (eq (zone fiber) :native)))
       (ensure-waiting-room fiber)
@@ -126,8 +127,9 @@ which comes first."
       (values end nil)))
 
 (defmacro until-time-limit ((limit timeout) &body body)
-  "Execute BODY again and again, with LIMIT bound to the deadline for what waits in it, until it exits, or
-until TIMEOUT seconds are over: then return NIL. The deadline of WITH-DEADLINE is signalled."
+  "Execute BODY again and again, with LIMIT bound to the deadline for what waits in it, until it
+exits, or until TIMEOUT seconds are over: then return NIL. The deadline of WITH-DEADLINE is
+signalled."
   (with-unique-names (end deadlinep)
     `(let ((,end (and ,timeout (seconds-from-now ,timeout))))
        (multiple-value-bind (,limit ,deadlinep) (time-limit ,end)
@@ -181,33 +183,40 @@ until TIMEOUT seconds are over: then return NIL. The deadline of WITH-DEADLINE i
 
 (define-alien-routine ("fiber_interrupt_os_thread" %interrupt-os-thread) void (tid int))
 
-(declaim (ftype (sfunction (fiber function) boolean) %interrupt-fiber))
-(defun %interrupt-fiber (fiber function)
-  "Let FIBER call FUNCTION as soon as it can. Return false if it has ended. May be called from anywhere."
+(declaim (ftype (sfunction (fiber function) boolean) queue-interruption %interrupt-fiber))
+(defun queue-interruption (fiber function)
+  "Let FIBER call FUNCTION when it looks. Return false if it has ended."
   (loop
     (when (= (fiber-phase-only fiber) +dead+) (return nil))
     (let ((old (fiber-interruptions fiber)))
       (when (eq (cas (fiber-interruptions fiber) old (append old (list function))) old)
-        (if (eq fiber *current-thread*)
-            (see-interruptions fiber)
-            (notify-of-interruption fiber))
         (return t)))))
+
+(defun %interrupt-fiber (fiber function)
+  "Let FIBER call FUNCTION as soon as it can. Return false if it has ended. May be called from
+anywhere."
+  (when (queue-interruption fiber function)
+    (notify-of-interruption fiber)
+    t))
 
 ;;; The interruption has been queued, by an operation that is a full barrier.
 (defun notify-of-interruption (fiber)
   "Let FIBER look at its interruptions, if it is not going to do so anyway."
-  (let ((carrier (fiber-carrier fiber)))
-    (unpark fiber) ; it may be about to park
-    (when carrier
-      (%interrupt-os-thread
-       (sb-thread::thread-os-tid (truly-the thread (carrier-thread (truly-the carrier carrier))))))))
+  (if (eq fiber *current-thread*)
+      (see-interruptions fiber)
+      (let ((carrier (fiber-carrier fiber)))
+        (unpark fiber) ; it may be about to park
+        (when carrier
+          (%interrupt-os-thread
+           (sb-thread::thread-os-tid
+            (truly-the thread (carrier-thread (truly-the carrier carrier)))))))))
 
 ;;; Of the signal contexts that a thread has room for, interruptions take so many at most.
 (defconstant max-nested-interruptions 3)
 
 (defun handle-interruption (fiber)
-  "What the handler of SIGURG does on the stack of FIBER. One at a time: the next interrupts this one
-if it enables interrupts or exits non-locally, as in a thread."
+  "What the handler of SIGURG does on the stack of FIBER. One at a time: the next interrupts this
+one if it enables interrupts or exits non-locally, as in a thread."
   (note-interruptions-of-carrier (truly-the carrier *carrier*))
   (if (> *free-interrupt-context-index* max-nested-interruptions)
       (interrupt-later fiber)
@@ -229,11 +238,12 @@ if it enables interrupts or exits non-locally, as in a thread."
 
 ;;;; interruptions of carriers
 
-;;; A carrier is a thread, and may be interrupted as any other. It calls what it is to call on its own
-;;; stack, between two fibers, where *CURRENT-THREAD*, bindings and catch tags are its own.
+;;; A carrier is a thread, and may be interrupted as any other. It calls what it is to call on its
+;;; own stack, between two fibers, where *CURRENT-THREAD*, bindings and catch tags are its own.
 
 (defun note-interruptions-of-carrier (carrier)
-  "Let CARRIER go to its own stack when the fiber on it is left, if there is something to call there."
+  "Let CARRIER go to its own stack when the fiber on it is left, if there is something to call
+there."
   (let ((scheduler (carrier-scheduler carrier)))
     (when (and scheduler (sb-thread::thread-interruptions (carrier-thread carrier)))
       (setf (scheduler-turns scheduler) +turns-per-poll+))))
@@ -263,7 +273,8 @@ if it enables interrupts or exits non-locally, as in a thread."
   "What SLEEP does in a fiber."
   (park-until (nanoseconds-from-now nanoseconds)))
 
-;;; A yield when nobody else is queued costs a look around, which is more than a call: it is put off.
+;;; A yield when nobody else is queued costs a look around, which is more than a call: it is put
+;;; off.
 (defun turn-over-p (carrier overdraft)
   (declare (carrier carrier) (fixnum overdraft))
   (let ((scheduler (carrier-scheduler carrier))
@@ -275,8 +286,8 @@ if it enables interrupts or exits non-locally, as in a thread."
              (injector-first (fiber-group-injector (truly-the fiber-group (carrier-group carrier))))))))
 
 (defun take-turn (cost &optional (overdraft 0))
-  "Called in a fiber before a call that perhaps will not wait, for COST: if what is left of its turn, and
-OVERDRAFT, is used up, and others wait for theirs, yield first."
+  "Called in a fiber before a call that perhaps will not wait, for COST: if what is left of its
+turn, and OVERDRAFT, is used up, and others wait for theirs, yield first."
   (declare (fixnum cost overdraft))
   (when (turn-over-p (truly-the carrier *carrier*) overdraft)
     (fiber-yield))

@@ -102,24 +102,25 @@
 ;;;; process, see SCHEDULER-BUG. The handlers of RUN-PENDING-HANDLERS are no scheduler code.
 ;;;;
 ;;;; Fairness. A scheduler serves its queue in order; after at most T = +TURNS-PER-POLL+ fibers it
-;;;; looks at its deadlines, its poller and the injector. It does so sooner if a millisecond is over: in
-;;;; the next switch if fibers compute all the time, at the latest in the eighth (+TURNS-PER-READING+) if
-;;;; they have just begun to. All that it finds is queued behind what waits already, but for one fiber:
-;;;; the first of the injector runs next, even if the queue has no room. So a fiber in a queue runs after
-;;;; the Q < 256 in front of it and at most Q/T + 1 of those, or Q + 1 if each computes for a millisecond;
-;;;; one in an injector behind P others after (P + 1) * (T + 1) turns of a scheduler. Of the deadlines
-;;;; that have come, and of the reports, it serves at a look as many as fill half of the room in the
-;;;; queue, R = (256 - Q) / 2 rounded down, but at least one: however many come together, they hold up
-;;;; others for no longer than 128 wake-ups take. A deadline that has come behind D others is served at
-;;;; the look number D/R + 1, that is within (D/R + 1) * (T + 1) turns. A scheduler whose queue is empty
-;;;; looks at once, and one that has left deadlines does not sleep. This is the worst case,
-;;;; of fibers that wake each other and so fill the queue for ever. One that
-;;;; yields while the injector holds any goes to its end, so that the queue drains, and N fibers
-;;;; that only yield all get their turn within 2 * N + 256 turns of a single carrier.
+;;;; looks at its deadlines, its poller and the injector. It does so sooner if a millisecond is
+;;;; over: in the next switch if fibers compute all the time, at the latest in the eighth
+;;;; (+TURNS-PER-READING+) if they have just begun to. All that it finds is queued behind what waits
+;;;; already, but for one fiber: the first of the injector runs next, even if the queue has no room.
+;;;; So a fiber in a queue runs after the Q < 256 in front of it and at most Q/T + 1 of those, or Q
+;;;; + 1 if each computes for a millisecond; one in an injector behind P others after (P + 1) * (T +
+;;;; 1) turns of a scheduler. Of the deadlines that have come, and of the reports, it serves at a
+;;;; look as many as fill half of the room in the queue, R = (256 - Q) / 2 rounded down, but at
+;;;; least one: however many come together, they hold up others for no longer than 128 wake-ups
+;;;; take. A deadline that has come behind D others is served at the look number D/R + 1, that is
+;;;; within (D/R + 1) * (T + 1) turns. A scheduler whose queue is empty looks at once, and one that
+;;;; has left deadlines does not sleep. This is the worst case, of fibers that wake each other and
+;;;; so fill the queue for ever. One that yields while the injector holds any goes to its end, so
+;;;; that the queue drains, and N fibers that only yield all get their turn within 2 * N + 256 turns
+;;;; of a single carrier.
 ;;;;
 ;;;; A fiber that always finds its descriptors ready would never park: before its second read in a
-;;;; turn it yields if others wait for theirs (TAKE-TURN), after 32 writes as well. So of clients that
-;;;; ask again as soon as they are answered none is served twice while another is not, and when
+;;;; turn it yields if others wait for theirs (TAKE-TURN), after 32 writes as well. So of clients
+;;;; that ask again as soon as they are answered none is served twice while another is not, and when
 ;;;; there are many the next question has come when its turn has. One that accepts connections,
 ;;;; which the kernel drops when too many wait, may accept +TURN+ of them.
 
@@ -144,8 +145,8 @@
 (defconstant +turns-per-poll+ 61)
 ;;; Reading the cycle counter takes a sixth of the time of a switch, and so it is not read in each.
 (defconstant +turns-per-reading+ 8)
-;;; Set by each group at its start. Where cycle counters do not agree, or run at another speed by now, a
-;;; scheduler looks around too often, or after +TURNS-PER-POLL+ fibers.
+;;; Set by each group at its start. Where cycle counters do not agree, or run at another speed by
+;;; now, a scheduler looks around too often, or after +TURNS-PER-POLL+ fibers.
 (deftype cycles-per-millisecond () '(unsigned-byte 40))
 (declaim (type cycles-per-millisecond *cycles-per-millisecond*))
 (define-load-time-global *cycles-per-millisecond* (1- (ash 1 40)))
@@ -161,8 +162,8 @@
   (queue (make-run-queue) :type run-queue :read-only t)
   (deadlines (make-deadline-heap) :type deadline-heap :read-only t)
   (turns 0 :type fixnum)
-  ;; The cycle count when it last looked around; when the counter was last read, and in which turn it is to be
-  ;; read again.
+  ;; The cycle count when it last looked around; when the counter was last read, and in which turn
+  ;; it is to be read again.
   (looked 0 :type word)
   (read 0 :type word)
   (next-reading 1 :type fixnum)
@@ -283,8 +284,8 @@
 ;;;; making a fiber runnable
 
 (define-load-time-global *force-migration* nil
-  "For tests: true if a fiber is to be resumed by another carrier than the last one, where its group has
-more than one, and it is not pinned.")
+  "For tests: true if a fiber is to be resumed by another carrier than the last one, where its group
+has more than one, and it is not pinned.")
 
 (defmacro push-chain (place fiber)
   "Atomically put FIBER in front of the chain at PLACE."
@@ -306,7 +307,8 @@ more than one, and it is not pinned.")
        reversed)))
 
 (defmacro do-chain ((fiber chain) &body body)
-  "Execute BODY with each FIBER of CHAIN, which has been taken out of it, and may be put into another one."
+  "Execute BODY with each FIBER of CHAIN, which has been taken out of it, and may be put into
+another one."
   (with-unique-names (rest)
     `(let ((,rest ,chain))
        (loop while ,rest
@@ -333,7 +335,8 @@ more than one, and it is not pinned.")
       (when (= idle 0) (return))
       (let ((bit (1- (integer-length (logand idle (- idle))))))
         (when (eq (cas (fiber-group-idle group) idle (logandc2 idle (ash 1 (truly-the (mod 62) bit)))) idle)
-          ;; If the group has ended meanwhile there is none, or another group's, which looks and sleeps again.
+          ;; If the group has ended meanwhile there is none, or another group's, which looks and
+          ;; sleeps again.
           (let ((poller (svref *pollers* bit)))
             (when (poller-p poller) (wake-poller poller)))
           (return))))))
@@ -357,8 +360,8 @@ more than one, and it is not pinned.")
        (> (length (fiber-group-schedulers group)) 1)))
 
 (defun take-migrant (group)
-  "Where migration is forced: remove a fiber from the injector of GROUP that this carrier has not run last,
-and return it, or NIL."
+  "Where migration is forced: remove a fiber from the injector of GROUP that this carrier has not
+run last, and return it, or NIL."
   (declare (fiber-group group))
   (let ((injector (fiber-group-injector group)))
     (when (and (injector-first injector) (migration-forced-p group))
@@ -497,8 +500,9 @@ for interruptions next has been seen to be mounted by those who have queued none
 
 (declaim (ftype (sfunction (scheduler fixnum) boolean) time-to-look-p))
 (defun time-to-look-p (scheduler turns)
-  "True if SCHEDULER, in whose turn number TURNS the cycle counter is to be read, is to look around. If not,
-the counter is read again in the next turn, if as many as are made without reading could take too long."
+  "True if SCHEDULER, in whose turn number TURNS the cycle counter is to be read, is to look around.
+If not, the counter is read again in the next turn, if as many as are made without reading could
+take too long."
   (let* ((now (%cycle-count))
          (used (cycles-since (scheduler-looked scheduler) now))
          (limit *cycles-per-millisecond*))
@@ -549,8 +553,8 @@ it is resumed."
 ;;; parked must not: it would receive no signal, and the runtime gives up when it finds
 ;;; interrupts enabled and signals blocked.
 (defun put-back-signal-mask ()
-  "Restore the signal mask of the code that the handlers on the stack interrupted, and return true if
-RESTORE-SIGNAL-MASK must be called when the fiber goes on."
+  "Restore the signal mask of the code that the handlers on the stack interrupted, and return true
+if RESTORE-SIGNAL-MASK must be called when the fiber goes on."
   (= 1 (alien-funcall (extern-alien "fiber_put_back_signal_mask" (function int)))))
 
 (defun restore-signal-mask ()

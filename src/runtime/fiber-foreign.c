@@ -23,6 +23,7 @@
 #include "gc.h"
 #include "interrupt.h"
 #include "os.h"
+#include "pseudo-atomic.h"
 #include "validate.h"
 #include "genesis/static-symbols.h"
 #include "genesis/symbol.h"
@@ -104,11 +105,12 @@ void fiber_send_deferred_signals(struct thread* th)
         if (signals >> i & 1) pthread_kill(pthread_self(), i + 1);
 }
 
-/* Nothing can be handled where the collector is held off, and no other trap for pending interrupts
- * comes there. */
+/* Nothing can be handled in pseudo-atomic, nor where the collector is held off, and no other trap
+ * for pending interrupts comes there. */
 bool fiber_trap_to_ignore(struct thread* th)
 {
-    return th->deferred_signals && read_TLS(GC_INHIBIT, th) != NIL;
+    return th->deferred_signals
+        && (read_TLS(GC_INHIBIT, th) != NIL || arch_pseudo_atomic_atomic(th));
 }
 
 extern void funcall_alien_callback(lispobj arg1, lispobj arg2, lispobj arg0, struct thread*);

@@ -254,7 +254,9 @@ void fiber_make_room_to_report()
     sword_t missing = base + handler_steps(CONTROL) * STEP_SIZE - sp;
     if (missing <= 0) return;
     int n = (missing + STEP_SIZE - 1) / STEP_SIZE, most = most_steps(CONTROL);
-    limit_open_steps(fc, n < most ? n : most);
+    int used = sp < base ? (base - sp) / STEP_SIZE + 1 : 0; // a signal may have opened more than most
+    if (n > most) n = most;
+    limit_open_steps(fc, n > used ? n : used);
     g->pending = 0;
     g->reporting = 1;
     char* top = (sp < base ? base : sp) + SIGNAL_ROOM;
@@ -485,9 +487,9 @@ static void make_handler_room(os_context_t* context)
     struct fiber_context* fc = th ? fiber_in_use(th, context) : 0;
     if (!fc) return;
     char* sp = context_sp(context);
-    int needed = steps_for_signal(fc, sp);
     if (near_return_guard(fc, sp)) settle_reserves(th, fc, sp);
-    else if (needed) open_steps(fc, CONTROL, needed); // until it parks
+    int needed = steps_for_signal(fc, sp);
+    if (needed) open_steps(fc, CONTROL, needed); // until it parks
 }
 
 static void note_signal(int signal, siginfo_t* info, void* context)

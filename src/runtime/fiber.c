@@ -157,8 +157,9 @@ static void give_mappings_back(int n)
 
 static void compute_mapping_budget()
 {
-    sword_t others = fiber_count_mappings() - fiber_guard_mappings;
+    sword_t count = fiber_count_mappings(), others = count - fiber_guard_mappings;
     sword_t limit = fiber_mapping_limit();
+    if (!count && mapping_limit) return; // no descriptor was left to count with
     mapping_limit = limit;
     mapping_budget = limit - (others > 0 ? others : 0)
         - (limit / 4 < MAPPINGS_FOR_OTHERS ? limit / 4 : MAPPINGS_FOR_OTHERS);

@@ -22,7 +22,7 @@
 (defun call-before-other (use other)
   "Call USE in a fiber that has to let OTHER, in a second fiber, go first before its first system call. Return
 what they return; for USE, the condition that it signals."
-  (with-group (group 1)
+  (with-group-of-same-carriers (group 1)
     (let* ((second nil)
            (first (spawn (group)
                     (setf second (spawn (group) (funcall other)))
@@ -33,7 +33,7 @@ what they return; for USE, the condition that it signals."
 (defun call-after-waking (use wake other)
   "Call USE in a fiber, WAKE in another when the first has parked, and OTHER when the first can run and does not
 yet. Return what USE and OTHER return, as above."
-  (with-group (group 1)
+  (with-group-of-same-carriers (group 1)
     (let* ((first (spawn (group) (handler-case (funcall use) (error (condition) condition))))
            (second (spawn (group)
                      (wait-until-parked first)
@@ -159,7 +159,7 @@ yet. Return what USE and OTHER return, as above."
           for i from 0
           do (with-binary-sockets (a b stream)
                (multiple-value-bind (result new)
-                   (with-group (group 1)
+                   (with-group-of-same-carriers (group 1)
                      (let* ((first (spawn (group)
                                      (handler-case (funcall use a stream)
                                        (error (condition) condition))))

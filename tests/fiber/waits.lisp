@@ -76,14 +76,16 @@
 
 ;;; A fiber that never runs is joined in vain, and may still be submitted.
 (test joining-what-has-not-begun
-  (let ((fiber (make-fiber (constantly 5))))
-    (is (eq :no (fiber-join fiber :default :no :timeout 1/100)))
-    (is (eq 'sb-thread:join-thread-error (in-fiber () (outcome (fiber-join fiber :timeout 1/100)))))
-    (with-group (group 1)
-      (let ((joiner (spawn (group) (fiber-join fiber))))
-        (wait-until-parked joiner)
-        (submit-fiber group fiber)
-        (is (eql 5 (join joiner)))))))
+  (with-group-of-same-carriers (group 1)
+    (let* ((started (make-flag))
+           (ended (make-flag))
+           (busy (computing-fiber (group started) (compute-until ended)))
+           (fiber (spawn (group) 5)))
+      (is (eq :no (fiber-join fiber :default :no :timeout 1/100)))
+      (is (eq 'sb-thread:join-thread-error (outcome (fiber-join fiber :timeout 1/100))))
+      (raise-flag ended)
+      (is (eql 5 (join fiber)))
+      (join busy))))
 
 (test finished-groups
   (let* ((finished (start-fibers nil :carrier-count 2))
@@ -102,7 +104,7 @@
                          (finish-fibers finished)
                          (fiber-join fiber)))))
       (is (eq :new (fiber-state late)))
-      (is (eq :no (fiber-join late :default :no :timeout 1/100))))))
+      (is (eq 'sb-thread::simple-thread-error (outcome (fiber-join late)))))))
 
 (test finishing-ones-own-group
   (with-group (group 1)
@@ -166,7 +168,7 @@
 
 (defun waits-of-all-kinds (mutex group)
   "A list of functions each of which waits for ever, but for the deadline."
-  (let ((never (make-fiber #'identity)))
+  (let ((never (spawn (group) (with-mutex (mutex)))))
     (list (lambda () (grab-mutex mutex))
           (lambda () (with-mutex (mutex)))
           (lambda () (grab-mutex mutex :timeout 1000))
