@@ -55,12 +55,12 @@
                           (handler-case (sb-sys:wait-until-fd-usable reader :input)
                             (error (condition) (descriptor-closed-descriptor condition)))))))
             (is (eql reader (sb-posix:dup2 reader reader)))
+            (is (eql sb-posix:ebadf
+                     (handler-case (sb-posix:dup2 1000000 reader)
+                       (sb-posix:syscall-error (condition) (sb-posix:syscall-errno condition)))))
             (is (eql :timeout (nth-value 1 (fiber-join fiber :timeout 1/20 :default nil))))
             (is (eql reader (sb-posix:dup2 other-reader reader)))
             (is (eql reader (join fiber))))
-          (is (eql sb-posix:ebadf
-                   (handler-case (sb-posix:dup2 1000000 reader)
-                     (sb-posix:syscall-error (condition) (sb-posix:syscall-errno condition)))))
           (mapc #'sb-unix:unix-close (list reader writer other-reader other-writer)))))))
 
 ;;; Prevents: one who begins to wait between NOTE-CLOSE and the close waiting for ever.
@@ -68,14 +68,14 @@
   (on-carriers (n)
     (with-group (group n)
       (multiple-value-bind (reader writer) (sb-unix:unix-pipe)
-        (sb-fiber::note-close reader)
-        (let ((fiber (wait-until-parked
-                      (spawn (group)
-                        (handler-case (sb-sys:wait-until-fd-usable reader :input)
-                          (error (condition) (descriptor-closed-descriptor condition)))))))
+        (let* ((mark (sb-fiber::note-close reader))
+               (fiber (wait-until-parked
+                       (spawn (group)
+                         (handler-case (sb-sys:wait-until-fd-usable reader :input)
+                           (error (condition) (descriptor-closed-descriptor condition)))))))
           (sb-alien:alien-funcall (sb-alien:extern-alien "close" (function sb-alien:int sb-alien:int))
                                   reader)
-          (sb-fiber::note-closed reader)
+          (sb-fiber::note-closed reader mark)
           (is (eql reader (join fiber))))
         (sb-unix:unix-close writer)))))
 

@@ -378,6 +378,45 @@ what had been noted."
                        (zone-here)
                        (progn (fiber-yield) trace)))))))
 
+;;; What has been noted is sent after the next call, which here is one within a tiny lock. Prevents: the end of the
+;;; process.
+(test fibers-submitted-in-a-callback
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((fibers '()))
+        (join (spawn (group)
+                (call-in-callback
+                 (lambda (i)
+                   (declare (ignore i))
+                   (interrupt-fiber (current-fiber) #'list)
+                   ;; no stack of that size is kept by a carrier
+                   (loop repeat 100 do (push (spawn (group :stack-size 100000) 1) fibers))))))
+        (is (= 100 (reduce #'+ (join-all fibers))))))))
+
+;;; Prevents: a wait for ever, since the next call after the callback is one that only a signal ends.
+(test interrupted-in-a-callback-that-is-unwound-before-a-wait
+  (with-group (group 1)
+    (let* ((inside (make-flag)) (proceed (make-flag)) (unwound (make-flag))
+           (semaphore (make-semaphore))
+           (fiber (spawn (group)
+                    (call-blocking
+                     (lambda ()
+                       (catch 'out
+                         (let ((*called-back* (lambda (i)
+                                                (declare (ignore i))
+                                                (raise-flag inside)
+                                                (compute-until proceed)
+                                                (throw 'out nil))))
+                           (sb-alien:alien-funcall (sb-alien::alien-callable-function 'call-back) 1)))
+                       (unwind-protect (wait-on-semaphore semaphore)
+                         (raise-flag unwound)))))))
+      (is-true (wait-until (flag-value inside)))
+      (terminate-fiber fiber)
+      (is (eq :aborted (fiber-join fiber :default :aborted)))
+      (raise-flag proceed)
+      (is-true (wait-until (flag-value unwound)))
+      (signal-semaphore semaphore))))
+
 ;;;; Calls that may be cut off
 
 (defun foreign-usleep (microseconds)

@@ -448,3 +448,37 @@ all have begun. Return what it returns, :ALIVE if a fiber is alive then, or :UNC
                   :carrier-count 1)))
   (is (equal '() (run-fibers '())))
   (is (equal '(1) (run-fibers (make-fiber (constantly 1)) :carrier-count 1))))
+
+;;;; Aborting
+
+;;; Prevents: a cleanup form that is unwound, since the fiber's group and the one who runs it both end it.
+(test aborted-by-two
+  (on-carriers (n)
+    (with-group (group n)
+      (let* ((started (make-flag))
+             (flag (make-flag))
+             (fiber (spawn (group)
+                      (sb-sys:without-interrupts
+                        (raise-flag started)
+                        (loop until (flag-value flag) do (fiber-yield)))
+                      (fiber-park))))
+        (is-true (wait-until (flag-value started)))
+        (sb-sys:without-interrupts
+          (loop repeat 2 do (sb-fiber::abort-fibers (list fiber)))
+          (is (= 1 (length (sb-thread::thread-interruptions fiber))))
+          (sb-fiber::abort-fibers (list fiber) (list group))
+          (is (= 2 (length (sb-thread::thread-interruptions fiber)))))
+        (raise-flag flag)
+        (is (eq :aborted (fiber-join fiber :default :aborted)))))))
+
+;;; Prevents: a fiber that learns that those which it runs were aborted, before it learns that it is aborted itself,
+;;; and fails with an error of its own.
+(test parents-are-aborted-as-their-children
+  (on-carriers (n)
+    (let ((group (start-fibers nil :carrier-count (if (migration-wanted-p) (max 2 n) n))))
+      (flet ((parent ()
+               (run-fibers (loop repeat 3 collect (make-fiber (lambda () (fiber-park)))))))
+        (let ((parents (loop repeat 100 collect (spawn (group) (parent)))))
+          (mapc #'wait-until-parked parents)
+          (is (eq t (finish-fibers group :abort t :timeout *patience*)))
+          (is (null (remove nil (mapcar #'sb-fiber::fiber-failure parents)))))))))

@@ -182,7 +182,7 @@
     (fails *input-only*)))
 
 (test bug-a-wish-that-is-overlooked
-  (with-changes (("NEXT-ARMING" "(= wishes 0)" "(= (fd-cell-arming cell) (logior +arming-now+ +output+))"))
+  (with-changes (("NEXT-ARMING" "(= wishes 0)" "(or (= wishes 0) (= wishes +output+))"))
     (fails *both-directions*)))
 
 (test bug-arming-before-waiting
@@ -204,6 +204,54 @@
 (test bug-saying-closed-too-early
   (with-changes (("TAKE-WAITERS" ":closing" ":closed"))
     (fails *close*)))
+
+;;;; Two pollers
+
+(defun make-waiter (place next)
+  "A parked fiber in front of NEXT in the chain of *CELL*, by PLACE, a SETF function."
+  (let ((fiber (make-test-fiber :phase sb-fiber::+parked+ :stack :suspended)))
+    (setf (sb-fiber::fiber-wait-next fiber) next)
+    (funcall place fiber *cell*)
+    fiber))
+
+(defun armed-in-p (poller direction)
+  (find-if (lambda (entry)
+             (and (= (car entry) (sb-fiber::poller-epoll poller))
+                  (logtest direction (cdr entry))))
+           (epoll-log *epoll*)))
+
+;;; A report disarms both directions. Those who wait for input go away, and the next waits in another poller.
+(defparameter *exchange-of-readers*
+  (history ((second (make-waiter #'(setf sb-fiber::fd-cell-input) nil))
+            (first (make-waiter #'(setf sb-fiber::fd-cell-input) second))
+            (writer (make-waiter #'(setf sb-fiber::fd-cell-output) nil))
+            (third (make-test-fiber))
+            (poller (sb-fiber::scheduler-poller *scheduler*))
+            (other (sb-fiber::scheduler-poller (make-test-scheduler nil 1))))
+      (("report" (steps::handle-report poller (sb-fiber::fd-cell-data *cell*) sb-fiber::+input+))
+       ("second" (steps::remove-waiter *cell* second sb-fiber::+input+))
+       ("third" (setf (svref steps::*pollers* 1) other)
+                (steps::add-waiter *cell* third sb-fiber::+input+ other 0)))
+    (let ((input-poller (svref steps::*pollers* (sb-fiber::fd-cell-input-poller *cell*))))
+      (or (problem (sb-fiber::fiber-wait-next first) "The first of two is still in a chain.")
+          (problem (not (and (eq writer (sb-fiber::fd-cell-output *cell*))
+                             (armed-in-p poller sb-fiber::+output+)))
+                   "Nobody would report to the writer.")
+          (problem (not (and (sb-fiber::fd-cell-input *cell*)
+                             (armed-in-p input-poller sb-fiber::+input+)))
+                   "Nobody would report to the reader.")))))
+
+(test readers-that-are-exchanged
+  (holds *exchange-of-readers*))
+
+(test bug-a-wish-for-one-direction-only
+  (with-changes (("HANDLE-REPORT" "(wish-to-arm cell wanted)"
+                                  "(wish-to-arm cell (if (logtest wanted +input+) +input+ +output+))"))
+    (fails *exchange-of-readers*)))
+
+(test bug-a-wish-that-is-taken-out-too-early
+  (with-changes (("NEXT-ARMING" "(directions-of-poller cell index)" "(logior +input+ +output+)"))
+    (fails *exchange-of-readers*)))
 
 ;;;; A poller that is freed while a fiber of another group waits in it
 
@@ -229,8 +277,30 @@
        ("epoll" (serve-epoll heir)))
     (or (results-problem :ready result) (phase-problem fiber) (cell-problem))))
 
+;;; The first of two ends by its time-out, and belongs to no group then.
+(defparameter *free-poller-and-end*
+  (history ((second (make-waiter #'(setf sb-fiber::fd-cell-input) nil))
+            (first (make-waiter #'(setf sb-fiber::fd-cell-input) second))
+            (heir (sb-fiber::scheduler-poller (make-test-scheduler nil 1))))
+      (("first" (when (steps::remove-waiter *cell* first sb-fiber::+input+)
+                  (setf (steps::fiber-heap first) :ended)))
+       ("freer" (setf (svref steps::*pollers* 1) heir)
+                (steps::forget-poller-in-cells
+                 0 (lambda (fiber) (if (eq :ended (steps::fiber-heap fiber)) nil heir)))))
+    (problem (not (and (eq second (first (last (chain-of (sb-fiber::fd-cell-input *cell*)))))
+                       (armed-in-p heir sb-fiber::+input+)))
+             "Nobody would report to the second.")))
+
+(defun chain-of (fiber)
+  (loop while fiber collect fiber do (setf fiber (sb-fiber::fiber-wait-next fiber))))
+
 (test a-poller-that-is-freed
-  (holds *free-poller*))
+  (holds *free-poller*)
+  (holds *free-poller-and-end*))
+
+(test bug-asking-one-for-the-heir
+  (with-changes (("FIND-HEIR" "(or poller (eq first (first-in-poller cell direction index)))" "t"))
+    (fails *free-poller-and-end*)))
 
 (test bug-arming-in-a-poller-that-is-freed
   (with-changes (("ARM-IN-POLLER" "(eq poller (svref *pollers* index))" "t"))
@@ -244,10 +314,10 @@
 
 (defun close-and-reuse ()
   "Close the descriptor, and give its number to another file."
-  (steps::note-close 3)
-  (next-file)
-  (next-file)
-  (steps::note-closed 3))
+  (let ((mark (steps::note-close 3)))
+    (next-file)
+    (next-file)
+    (steps::note-closed 3 mark)))
 
 (defun noted-file ()
   "What NOTE-FILE returns, and the last file that this may stand for."
@@ -337,5 +407,5 @@
     (fails *wait-and-close*)))
 
 (test bug-not-waking-the-late
-  (with-changes (("NOTE-CLOSED" "(wake-late-waiters cell)" "nil"))
+  (with-changes (("NOTE-CLOSED" "(wake-late-waiters cell mark)" "nil"))
     (fails *wait-and-close*)))

@@ -397,7 +397,7 @@
 
 ;;; The report of an error needs stack, where there may be none. Prevents: a fiber that enters the debugger where that
 ;;; is disabled, and so neither ends nor is unwound; one that reports another error than it had.
-(defun exhausted-p (type)
+(defun exhaustion-p (type)
   (and (symbolp type) (subtypep type 'sb-kernel::control-stack-exhausted)))
 
 (test errors-at-the-end-of-the-stack
@@ -416,11 +416,11 @@
                                  (fiber-failed (failed) (type-of (fiber-failed-cause failed)))
                                  (error (condition) condition))))
                    (push cause causes)
-                   (unless (and (or (eq cause 'expected-error) (exhausted-p cause))
+                   (unless (and (or (eq cause 'expected-error) (exhaustion-p cause))
                                 (null (mutex-owner mutex)))
                      (fail "At a distance of ~D: ~A, ~A" distance cause mutex))))
         ;; What comes to the debugger is what is reported.
-        (is (< (count-if #'exhausted-p causes) 30) "~S" causes)))))
+        (is (< (count-if #'exhaustion-p causes) 30) "~S" causes)))))
 
 (define-condition endless-report (error) ()
   (:report (lambda (condition stream)

@@ -319,7 +319,7 @@ these, for FIRST-DIRECTION first."
         (fill-up a)
         (dolist (fiber readers) (add fiber a input poller))
         (dolist (fiber writers) (add fiber a output poller))
-        (is (equal (append readers writers) (sb-fiber::forget-file (cell a))))
+        (is (equal (append readers writers) (values (sb-fiber::forget-file (cell a)))))
         (is (every (lambda (fiber) (eq :closed (result fiber))) (append readers writers)))
         (is (every (lambda (fiber) (null (sb-fiber::fiber-wait-next fiber)))
                    (append readers writers)))
@@ -329,8 +329,8 @@ these, for FIRST-DIRECTION first."
 
 (test closing-what-nobody-has-heard-of
   (dolist (fd (list 999999 -1 (ash 1 40)))
-    (sb-fiber::note-close fd)
-    (sb-fiber::note-closed fd))
+    (is (null (sb-fiber::note-close fd)))
+    (sb-fiber::note-closed fd nil))
   (is (null (sb-fiber::find-fd-cell 999999 nil))))
 
 ;;; A report has been got from the kernel, and before it is handled the number is closed and

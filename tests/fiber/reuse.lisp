@@ -221,16 +221,16 @@ yet. Return what USE and OTHER return, as above."
 (test file-noted-while-it-is-being-closed
   (multiple-value-bind (fd peer) (socket-pair)
     (let ((cell (sb-fiber::find-fd-cell fd t)))
-      (sb-fiber::note-close fd)
-      (let ((file (sb-fiber::note-file cell)))
+      (let* ((mark (sb-fiber::note-close fd))
+             (file (sb-fiber::note-file cell)))
         (is (sb-fiber::same-file-p cell file))
         (close-for-real fd)
         (is (not (sb-fiber::same-file-p cell file)))
         (let ((peer (stranger fd)))
           (is (not (sb-fiber::same-file-p cell file)))
-          ;; One who has got the new file before the closer says that it is done.
+          ;; One that has got the new file before the closer says that it is done.
           (let ((new (sb-fiber::note-file cell)))
-            (sb-fiber::note-closed fd)
+            (sb-fiber::note-closed fd mark)
             (is (sb-fiber::same-file-p cell new))
             (is (not (sb-fiber::same-file-p cell file)))
             (sb-unix:unix-close fd)
@@ -238,19 +238,36 @@ yet. Return what USE and OTHER return, as above."
           (sb-unix:unix-close peer))))
     (sb-unix:unix-close peer)))
 
+;;; The first closer says late that it is done, when a second one closes the next file of that number. Prevents: the
+;;; third file that is taken for the second.
+(test closed-by-two
+  (multiple-value-bind (fd peer) (socket-pair)
+    (let ((cell (sb-fiber::find-fd-cell fd t))
+          (first (sb-fiber::note-close fd)))
+      (close-for-real fd)
+      (let* ((second-peer (stranger fd))
+             (second (sb-fiber::note-close fd)))
+        (sb-fiber::note-closed fd first)
+        (let ((file (sb-fiber::note-file cell)))
+          (close-for-real fd)
+          (sb-fiber::note-closed fd second)
+          (let ((third-peer (stranger fd)))
+            (is (not (sb-fiber::same-file-p cell file)))
+            (mapc #'sb-unix:unix-close (list fd peer second-peer third-peer))))))))
+
 ;;; It has found the old file not ready, before it was closed.
 (test parked-while-it-is-being-closed
   (on-carriers (n)
     (with-group (group n)
       (multiple-value-bind (fd peer) (socket-pair)
-        (sb-fiber::note-close fd)
-        (let ((fiber (wait-until-parked
-                      (spawn (group)
-                        (handler-case (sb-sys:wait-until-fd-usable fd :input nil nil)
-                          (error (condition) condition))))))
+        (let* ((mark (sb-fiber::note-close fd))
+               (fiber (wait-until-parked
+                       (spawn (group)
+                         (handler-case (sb-sys:wait-until-fd-usable fd :input nil nil)
+                           (error (condition) condition))))))
           (close-for-real fd)
           (let ((new-peer (stranger fd)))
-            (sb-fiber::note-closed fd)
+            (sb-fiber::note-closed fd mark)
             (is (null (stranger-problem (join fiber) fd new-peer)))))
         (sb-unix:unix-close peer)))))
 

@@ -237,7 +237,7 @@
 ;;;; epoll(7) with this number, which is always ready, for READY; a file that is closed is not armed any more
 
 (defstruct epoll
-  (armed 0) (data 0) (file 0) (poller -1) (closed nil)
+  (armed 0) (data 0) (file 0) (poller -1) (closed nil) (log '())
   (ready (logior sb-fiber::+input+ sb-fiber::+output+)) (errno 0))
 (defvar *epoll*)
 (defvar *cell*)
@@ -260,7 +260,8 @@
                  (setf (epoll-armed epoll) directions
                        (epoll-data epoll) data
                        (epoll-poller epoll) number
-                       (epoll-file epoll) (car *file*)))
+                       (epoll-file epoll) (car *file*))
+                 (push (cons number directions) (epoll-log epoll)))
                (epoll-refusal epoll)))))
 
 (defun close-epoll (poller)
