@@ -117,8 +117,8 @@
     (fails *interruption-after-an-end* :store-buffers t)))
 
 (test bug-looking-for-the-carrier-first
-  (with-changes (("%INTERRUPT-FIBER" "(notify-of-interruption fiber)" "nil"
-                                     "(old (fiber-interruptions fiber))"
-                                     "(old (prog1 (fiber-interruptions fiber)
-                                             (notify-of-interruption fiber)))"))
+  (with-changes (("%INTERRUPT-FIBER" "(notify-of-interruption fiber)" "nil")
+                 ("QUEUE-INTERRUPTION" "(old (fiber-interruptions fiber))"
+                                       "(old (prog1 (fiber-interruptions fiber)
+                                               (notify-of-interruption fiber)))"))
     (fails *interruption*)))

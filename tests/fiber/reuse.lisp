@@ -38,7 +38,7 @@ yet. Return what USE and OTHER return, as above."
            (second (spawn (group)
                      (wait-until-parked first)
                      (funcall wake)
-                     (loop until (eq :runnable (fiber-state first)) do (fiber-yield))
+                     (loop while (eq :parked (fiber-state first)) do (fiber-yield))
                      (funcall other))))
       (values (join first) (join second)))))
 
@@ -190,11 +190,17 @@ yet. Return what USE and OTHER return, as above."
               "the connection was accepted by another"))
     (mapc #'socket-close (list listener client))))
 
-;;; The fiber that calls this does not park for it.
-(defun connect-from-thread (port)
-  (let ((thread (make-thread #'connected-socket :arguments (list port))))
-    (loop while (sb-thread:thread-alive-p thread))
-    (join-thread thread)))
+;;; The fiber that calls the function does not park for it, as it could for a thread that it makes.
+(defun connector (port)
+  "A function that has a thread connect to PORT, and returns the socket."
+  (let ((flag (make-flag)) (socket nil))
+    (make-thread (lambda ()
+                   (wait-until (flag-value flag))
+                   (setf socket (connected-socket port))))
+    (lambda ()
+      (raise-flag flag)
+      (loop until socket do (sb-ext:spin-loop-hint))
+      socket)))
 
 (test listener-closed-while-a-fiber-waits-for-its-turn
   (let ((listener (listening-socket)))
@@ -204,10 +210,10 @@ yet. Return what USE and OTHER return, as above."
       (is (null (apply #'listener-problem result new))))))
 
 (test listener-closed-when-a-fiber-is-about-to-accept
-  (let* ((listener (listening-socket)) (client nil))
+  (let* ((listener (listening-socket)) (connect (connector (port-of listener))) (client nil))
     (multiple-value-bind (result new)
         (call-after-waking (lambda () (socket-accept listener))
-                           (lambda () (setf client (connect-from-thread (port-of listener))))
+                           (lambda () (setf client (funcall connect)))
                            (lambda () (listen-instead listener)))
       (is (null (apply #'listener-problem result new))))
     (socket-close client)))

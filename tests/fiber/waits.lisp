@@ -77,15 +77,16 @@
 ;;; A fiber that never runs is joined in vain, and may still be submitted.
 (test joining-what-has-not-begun
   (with-group-of-same-carriers (group 1)
-    (let* ((started (make-flag))
-           (ended (make-flag))
-           (busy (computing-fiber (group started) (compute-until ended)))
+    (let* ((ended (make-flag))
+           (busy (loop repeat (length (sb-fiber::fiber-group-schedulers group))
+                       collect (let ((started (make-flag)))
+                                 (computing-fiber (group started) (compute-until ended)))))
            (fiber (spawn (group) 5)))
       (is (eq :no (fiber-join fiber :default :no :timeout 1/100)))
       (is (eq 'sb-thread:join-thread-error (outcome (fiber-join fiber :timeout 1/100))))
       (raise-flag ended)
       (is (eql 5 (join fiber)))
-      (join busy))))
+      (join-all busy))))
 
 (test finished-groups
   (let* ((finished (start-fibers nil :carrier-count 2))
