@@ -621,9 +621,11 @@ what had been noted."
   (no-mistakes
     (let* ((stop (make-flag)) (ran (make-flag))
            (collector (make-thread (lambda ()
+                                     ;; The kernel counts a sleep from anew, with its slack, after each
+                                     ;; collection: back to back they would not let others' end.
                                      (loop until (flag-value stop)
                                            do (sb-ext:gc :gen (random 2))
-                                              (sleep 1/1000))))))
+                                              (sleep 1/100))))))
       (unwind-protect
            (with-group (group 2)
              (let ((fibers (loop for i below 10
