@@ -3,7 +3,7 @@
 #
 # usage: sh run-tests.sh [NAME]...
 #
-# NAME is a suite of tests/fiber/ (timers for tests/fiber/timers.lisp), or
+# NAME is a suite of tests/fiber/ (socket for tests/fiber/socket.lisp), or
 #   in-fibers      tests of SBCL, bordeaux-threads, usocket and CFFI, run in a
 #                  thread and in fibers (see tests/in-fibers/harness.lisp);
 #   NAME-moving    a suite of tests/fiber/ such that each fiber is resumed by
@@ -27,7 +27,8 @@ if [ $# = 0 ]; then
         name=${file##*/} name=${name%.lisp}
         case $name in package | run) ;; *) set -- "$@" "$name" ;; esac
     done
-    for name in locks concurrency waits deadlock disturbances io closing sockets sleep; do
+    for name in locks mutex concurrency waits deadlock disturbances io select closing socket sleep \
+                yield; do
         set -- "$@" "$name-moving"
     done
     set -- "$@" in-fibers upstream
@@ -54,6 +55,7 @@ esac
 case " $* " in
     *" ssl "* | *" ssl-moving "*) needs="$needs cl-plus-ssl=$lisp/cl+ssl openssl" ;;
 esac
+case " $* " in *" build "*) needs="$needs texinfo=makeinfo" ;; esac
 case " $* " in
     *" in-fibers "*)
         needs="$needs cl-rt=$lisp/rt pkg-config"

@@ -9,7 +9,7 @@
 
 (in-package "SB-FIBER-HUNCHENTOOT")
 
-;;; Who closes the socket of a connection:
+;;; What closes the socket of a connection:
 ;;;  - The acceptor's fiber accepts it, enters it in CONNECTIONS under a new fiber, and
 ;;;    submits that. If it does not get so far it closes the socket.
 ;;;  - The connection's fiber runs PROCESS-CONNECTION, which closes the socket unless the

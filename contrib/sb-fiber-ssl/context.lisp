@@ -26,7 +26,7 @@
 ;;;
 ;;;     NIL       -> a context     the thread that has made it
 ;;;     NIL       -> :UNWANTED     the fiber, when it is unwound; the thread then frees the context
-;;;     a context: who unwinds the fiber frees it
+;;;     a context: what unwinds the fiber frees it
 
 (defun deliver (context cell)
   (when (sb-ext:compare-and-swap (car cell) nil context)

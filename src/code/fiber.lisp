@@ -23,72 +23,91 @@
 ;;;; some schedulers that steal from each other, and an *injector*, the queue of what
 ;;;; comes from outside.
 ;;;;
-;;;; The files beside this one, each of which can be read and tested alone:
-;;;;   fiber-lock     the spin lock under all that follows
-;;;;   fiber-deque    the run queue
-;;;;   fiber-injector the queue of what comes from outside
-;;;;   fiber-timers   the deadline heap
-;;;;   fiber-stack    stacks, and what a fiber starts with; runtime/fiber.c for the collector
-;;;;   fiber-poller   who waits for which descriptor
-;;;;   fiber-search   where a carrier looks for work, and how it sleeps
-;;;;   fiber-wait     where a fiber may wait, deadlines, interruptions
-;;;;   fiber-carrier  what becomes of a scheduler whose carrier blocks
-;;;;   fiber-parking  who waits for which word: mutexes and all that is made of them
-;;;;   fiber-io       what stands in for the system calls that wait
-;;;;   fiber-life     a fiber from its making to its end, as users see it
-;;;;   fiber-group    groups of carriers, as users see them
-;;;;   fiber-debug    errors that nothing handles, the foreground, Ctrl-C
-;;;;   fiber-exit     the end of the process, and others made from it: EXIT, fork, saving
-;;;;   fiber-inspect  looking into a fiber from outside
-;;;;   fiber-describe what DESCRIBE and INSPECT tell
-;;;;   fiber-alarm    timers of fibers
-;;;;   fiber-pool     threads that make the calls which cannot park
-;;;;   fiber-monitor  who sees that a carrier is stuck, and takes its scheduler away
-;;;;   fiber-process  waiting for child processes
+;;;; The rooms of this house are the files of the folder fiber/, in the order in which they are
+;;;; loaded. Those with a star need no scheduler, and can be read and tested alone.
+;;;;   structs        the fiber, which is a thread, and what the files of threads need of it
+;;;;   foreign        frames of foreign code on a stack, and which of them may be left
+;;;;   spinlock    *  the lock under all that follows
+;;;;   run-queue   *  the queue of a scheduler, from which others steal
+;;;;   injector    *  the queue of what comes from outside
+;;;;   alarm          what a timer has in a deadline heap
+;;;;   deadlines   *  the heap of the fibers and alarms that are to be served at some time
+;;;;   stack       *  stacks, and what a fiber starts with; runtime/fiber-stack.c for where they lie
+;;;;   poller      *  how readiness is found out; runtime/fiber-poller.c for epoll
+;;;;   waiter-map  *  which fibers wait for which descriptor
+;;;;   scheduler      the structures of schedulers, carriers and groups
+;;;;   population     how many fibers a group has, and whether it takes more
+;;;;   (fiber.lisp)   phases, parking and unparking, the way from one fiber to the next
+;;;;   search         where a carrier looks for work, and how it sleeps
+;;;;   carrier        how a carrier is made, what it does, how it ends
+;;;;   handoff        what becomes of a scheduler whose carrier blocks
+;;;;   zone           where a fiber may park, and whether it may go elsewhere
+;;;;   time           time, as users and the heap count it
+;;;;   interrupt      functions that others want a fiber to call
+;;;;   yield          sleeping, yielding, and what a fiber may spend before it must
+;;;;   parking     *  the parking lot: which fibers wait for which word
+;;;;   mutex          mutexes, which are handed over to fibers that were woken too late
+;;;;   io             what stands in for the system calls that wait: reading, writing, closing
+;;;;   select         select and poll of several descriptors
+;;;;   socket         accepting, connecting, sending, receiving
+;;;;   reason         what a fiber waits for, in words
+;;;;   overflow       a stack that is used up, or lost
+;;;;   life           the first and last moments of a fiber
+;;;;   api            a fiber from its making to its end, as users see it
+;;;;   group          groups of carriers, as users see them
+;;;;   inspect        looking at fibers from outside: printing, lists, backtraces, bindings
+;;;;   debug          errors that nothing handles, the foreground, Ctrl-C
+;;;;   exit           the end of the process, and others made from it: EXIT, fork, saving
+;;;;   pool           threads that make the calls which cannot park
+;;;;   monitor        the thread that finds a carrier stuck, and takes its scheduler away
+;;;;   process        waiting for child processes
+;;;;   timer          timers of fibers
+;;;;   describe       what DESCRIBE and INSPECT tell
 ;;;; The switch itself is assembly/x86-64/fiber.
 ;;;;
 ;;;; The phases of a fiber, in its slot PHASE, moved by compare-and-swap:
 ;;;;
-;;;;   new      -> parking   who submits or terminates it     (nobody else does so now)
-;;;;   parking  -> active    who submits it                   (and queues it)
+;;;;   move                  by
+;;;;   new      -> parking   the thread that submits or terminates it   (no other does so now)
+;;;;   parking  -> active    the thread that submits it                 (and queues it)
 ;;;;   parking  -> new       the same, if there is no stack or the group is finished
-;;;;   active   -> parking   the fiber, about to leave        (no permit there)
-;;;;   parking  -> parked    its successor on the carrier     (no permit there)
+;;;;   active   -> parking   the fiber, about to leave                  (no permit there)
+;;;;   parking  -> parked    its successor on the carrier               (no permit there)
 ;;;;   parking  -> active    its successor, finding a permit  (and queues it, takes the permit)
-;;;;   parked   -> active    who unparks it                   (and queues it)
+;;;;   parked   -> active    the thread that unparks it                 (and queues it)
 ;;;;   active   -> dead      the fiber, at its end
-;;;;   parking  -> dead      who terminates it while it is new
+;;;;   parking  -> dead      the thread that terminates it while it is new
 ;;;;
 ;;;; The *permit* is a bit beside the phase. UNPARK sets it unless the fiber is parked, or has
 ;;;; not begun; PARK consumes it instead of parking. So an unpark that comes before the park is
 ;;;; not lost. ACTIVE covers runnable and mounted, which differ in the slot CARRIER only: a yield
 ;;;; changes no phase.
 ;;;;
-;;;; Why it is the *successor* who ends the parking: until the switch has saved the context, the
+;;;; Why it is the *successor* that ends the parking: until the switch has saved the context, the
 ;;;; fiber still runs on its stack, and a carrier that resumed it then would run on the same stack.
-;;;; So the one who leaves notes in the carrier who he is and what is to become of him, and whoever
-;;;; runs next on that carrier, fiber or scheduler, carries it out (AFTER-SWITCH). The same goes
-;;;; for a yield (queue me) and an end (free my stack).
+;;;; So a fiber that is about to leave enters itself in the carrier, and what is to become of it;
+;;;; and whatever runs next on that carrier, fiber or scheduler, carries that out (AFTER-SWITCH).
+;;;; The same goes for a yield (queue the fiber) and an end (free its stack).
 ;;;;
 ;;;; Waking carriers. A carrier without work looks everywhere: its poller, the injector, the
 ;;;; other queues. Then it enters its poller's number in the group's IDLE mask, *looks everywhere
-;;;; again*, and sleeps in its poller until the nearest deadline. Whoever makes a fiber runnable
-;;;; first queues it, then reads IDLE; if a bit is set there and no carrier is already
-;;;; searching, he clears a bit and wakes that carrier. Between "queue, then read IDLE" and
-;;;; "enter IDLE, then look" there is a full barrier on both sides (a compare-and-swap), so that one
-;;;; of them sees the other: no wake-up is lost, and no carrier wakes by time only to look. One
-;;;; searcher is enough, since it wakes another when it finds something and more is left.
+;;;; again*, and sleeps in its poller until the nearest deadline. A thread that makes a fiber
+;;;; runnable first queues it, then reads IDLE; if a bit is set there and no carrier is searching
+;;;; already, it clears a bit and wakes that carrier. In "queue, then read IDLE" as in "enter IDLE,
+;;;; then look" there is a full barrier between the two steps, so that one side sees the other: no
+;;;; wake-up is lost, and no carrier wakes by time only to look. One searcher is enough, since it
+;;;; wakes another when it finds something and more is left.
 ;;;;
-;;;; Interrupting. Who wants a fiber to call a function queues that in the fiber, and then
-;;;; looks whether it is mounted. If so he sends a signal to its carrier, whose handler runs
-;;;; what is queued for the fiber that it finds there. If not, the fiber is resumed later, and looks
-;;;; then. Again there is a full barrier on both sides: between "queue, then read CARRIER"
-;;;; a compare-and-swap, between "write CARRIER, then look" what AFTER-SWITCH does. A signal
+;;;; Interrupting. A thread that wants a fiber to call a function queues the function in the fiber,
+;;;; and then looks whether the fiber is mounted. If so, it sends a signal to the carrier, whose
+;;;; handler runs what is queued for the fiber that it finds there. If not, the fiber is resumed
+;;;; later, and looks then. Again there is a full barrier on both sides: in "queue, then read
+;;;; CARRIER" a compare-and-swap, in "write CARRIER, then look" what AFTER-SWITCH does. A signal
 ;;;; that finds scheduler code or another fiber does nothing, and nothing is lost by it.
 ;;;;
 ;;;; Designs that were refused:
-;;;;  - a parked fiber's condition as a predicate that the scheduler tests each turn: costs
-;;;;    grow with the number of parked fibers, and wake-ups come a turn late;
+;;;;  - a parked fiber's condition as a predicate that the scheduler tests again and again: costs
+;;;;    grow with the number of parked fibers, and wake-ups come late;
 ;;;;  - a single queue and poller for all carriers: at two carriers the lock is already the
 ;;;;    most expensive thing in a switch;
 ;;;;  - handing each new fiber to a carrier that is woken for it: on a busy server it is a
@@ -96,33 +115,36 @@
 ;;;;  - a scheduler fiber on each carrier to which all switch: two switches for each yield,
 ;;;;    where going from fiber to fiber needs one.
 ;;;;
-;;;; Scheduler code runs with interrupts off, on the stack of whoever leaves or of the carrier. It
-;;;; takes no mutex, calls no generic function, signals nothing and makes no thread: a parked
-;;;; fiber of this very carrier may hold any lock. What breaks this rule and has to wait ends the
-;;;; process, see SCHEDULER-BUG. The handlers of RUN-PENDING-HANDLERS are no scheduler code.
+;;;; Scheduler code runs with interrupts off, on the stack of the fiber that leaves or of the
+;;;; carrier. It takes no mutex, calls no generic function, signals nothing and makes no thread: a
+;;;; parked fiber of this very carrier may hold any lock. If scheduler code breaks this rule and has
+;;;; to wait, the process ends, see SCHEDULER-BUG. The handlers that RUN-PENDING-HANDLERS calls are
+;;;; not scheduler code.
 ;;;;
-;;;; Fairness. A scheduler serves its queue in order; after at most T = +TURNS-PER-POLL+ fibers it
+;;;; Fairness. A scheduler serves its queue in order; after at most T = +TICKS-PER-LOOK+ fibers it
 ;;;; looks at its deadlines, its poller and the injector. It does so sooner if a millisecond is
 ;;;; over: in the next switch if fibers compute all the time, at the latest in the eighth
-;;;; (+TURNS-PER-READING+) if they have just begun to. All that it finds is queued behind what waits
+;;;; (+TICKS-PER-READING+) if they have just begun to. All that it finds is queued behind what waits
 ;;;; already, but for one fiber: the first of the injector runs next, even if the queue has no room.
-;;;; So a fiber in a queue runs after the Q < 256 in front of it and at most Q/T + 1 of those, or Q
-;;;; + 1 if each computes for a millisecond; one in an injector behind P others after (P + 1) * (T +
-;;;; 1) turns of a scheduler. Of the deadlines that have come, and of the reports, it serves at a
-;;;; look as many as fill half of the room in the queue, R = (256 - Q) / 2 rounded down, but at
+;;;; So a fiber that has Q < 256 others in front of it in a queue runs after these and after at most
+;;;; Q/T + 1 from the injector, or Q + 1 if each fiber computes for a millisecond. A fiber in an
+;;;; injector, behind P others, runs after (P + 1) * (T + 1) ticks of a scheduler; a tick is one
+;;;; fiber that it runs. Of the deadlines that have come, and of the reports, a scheduler serves at
+;;;; a look as many as fill half of the room in the queue, R = (256 - Q) / 2 rounded down, but at
 ;;;; least one: however many come together, they hold up others for no longer than 128 wake-ups
 ;;;; take. A deadline that has come behind D others is served at the look number D/R + 1, that is
-;;;; within (D/R + 1) * (T + 1) turns. A scheduler whose queue is empty looks at once, and one that
+;;;; within (D/R + 1) * (T + 1) ticks. A scheduler whose queue is empty looks at once, and one that
 ;;;; has left deadlines does not sleep. This is the worst case, of fibers that wake each other and
-;;;; so fill the queue for ever. One that yields while the injector holds any goes to its end, so
-;;;; that the queue drains, and N fibers that only yield all get their turn within 2 * N + 256 turns
-;;;; of a single carrier.
+;;;; so fill the queue for ever. A fiber that yields while the injector holds others goes to the end
+;;;; of the injector, so that the queue drains; and of N fibers that only yield, each runs again
+;;;; within 2 * N + 256 ticks of a single carrier.
 ;;;;
-;;;; A fiber that always finds its descriptors ready would never park: before its second read in a
-;;;; turn it yields if others wait for theirs (TAKE-TURN), after 32 writes as well. So of clients
-;;;; that ask again as soon as they are answered none is served twice while another is not, and when
-;;;; there are many the next question has come when its turn has. One that accepts connections,
-;;;; which the kernel drops when too many wait, may accept +TURN+ of them.
+;;;; A fiber that always finds its descriptors ready would never park: so it has a budget, which it
+;;;; gets anew whenever it is resumed. A read costs all of it: before the next one the fiber yields
+;;;; if others can run (SPEND-BUDGET). After 32 writes it does so as well. So of clients that ask
+;;;; again as soon as they are answered, none is served twice while another is not; and when there
+;;;; are many, the next question has come when its fiber runs again. A fiber that accepts
+;;;; connections, which the kernel drops when too many wait, may accept +BUDGET+ of them.
 
 ;;;; phases
 
@@ -139,147 +161,6 @@
 
 (defun phase-becomes-p (fiber old new)
   (= (cas (fiber-phase fiber) old new) old))
-
-;;;; schedulers, carriers, groups
-
-(defconstant +turns-per-poll+ 61)
-;;; Reading the cycle counter takes a sixth of the time of a switch, and so it is not read in each.
-(defconstant +turns-per-reading+ 8)
-;;; Set by each group at its start. Where cycle counters do not agree, or run at another speed by
-;;; now, a scheduler looks around too often, or after +TURNS-PER-POLL+ fibers.
-(deftype cycles-per-millisecond () '(unsigned-byte 40))
-(declaim (type cycles-per-millisecond *cycles-per-millisecond*))
-(define-load-time-global *cycles-per-millisecond* (1- (ash 1 40)))
-;;; What a fiber may spend before it lets others go on.
-(defconstant +turn+ 1024)
-(defconstant +call-cost+ 32)
-(defconstant +accept-cost+ 1)
-
-(defstruct (scheduler (:constructor %make-scheduler (group poller))
-                      (:copier nil))
-  (group nil :type t :read-only t)
-  (poller nil :type poller :read-only t)
-  (queue (make-run-queue) :type run-queue :read-only t)
-  (deadlines (make-deadline-heap) :type deadline-heap :read-only t)
-  (turns 0 :type fixnum)
-  ;; The cycle count when it last looked around; when the counter was last read, and in which turn
-  ;; it is to be read again.
-  (looked 0 :type word)
-  (read 0 :type word)
-  (next-reading 1 :type fixnum)
-  ;; How often it has taken work from others.
-  (steals 0 :type fixnum))
-(declaim (freeze-type scheduler))
-
-(defstruct (carrier (:constructor %make-carrier (group &optional (context 0) scheduler))
-                    (:copier nil))
-  (group nil :type t :read-only t)
-  (thread nil)
-  (context 0 :type word :read-only t)
-  ;; What it works from. A carrier without one is a spare, or runs the fiber that blocked it.
-  (scheduler nil :type (or null scheduler))
-  ;; Odd while it uses its scheduler, even while a fiber or a handler runs: then the monitor may
-  ;; take the scheduler away. Grows by two in each switch.
-  (turn 1 :type (and unsigned-byte fixnum))
-  ;; What the monitor has seen: the turn, since when, and the processor time used by then.
-  (seen-turn 0 :type (and unsigned-byte fixnum))
-  (seen-since 0 :type fixnum)
-  (seen-time 0 :type fixnum)
-  ;; The turn in which it was found to be stuck.
-  (stuck-turn 0 :type (and unsigned-byte fixnum))
-  ;; Fibers that only this carrier may run, a chain through NEXT, last in first.
-  (inbox nil)
-  ;; How many fibers have it as their home. Written by itself, while it runs one of them: see
-  ;; SET-HOME.
-  (guests 0 :type index)
-  ;; :LISTED if it is a spare, :TAKEN once it has been given a scheduler, until it has seen that,
-  ;; :RETIRED if it is to end.
-  (spare nil :type symbol)
-  ;; What a spare sleeps on: 1 when there may be something for it.
-  (alarm 0 :type word)
-  ;; True while it runs handlers on its own stack, which may wait.
-  (handling nil :type boolean)
-  ;; What is left of the mounted fiber's +TURN+.
-  (budget 0 :type fixnum)
-  ;; Who was left by the last switch on this carrier, and what is to become of it.
-  (predecessor nil)
-  (action nil))
-(declaim (freeze-type carrier))
-
-(defstruct (fiber-group (:constructor %make-fiber-group (name))
-                        (:copier nil))
-  "Carriers, and the fibers that they run."
-  (name nil :type (or null string) :read-only t)
-  (schedulers #() :type simple-vector)
-  (carriers '() :type list)
-  (injector (make-injector) :type injector :read-only t)
-  ;; Bits of the pollers of sleeping schedulers.
-  (idle 0 :type (unsigned-byte 62))
-  (searching 0 :type word)
-  ;; How many fibers are alive, and whether there may be more: see fiber-life.lisp.
-  (population 0 :type word)
-  ;; Places for spare carriers, and for schedulers that found none; 0 is a free place.
-  (spares (make-array 256 :initial-element 0) :type simple-vector :read-only t)
-  (orphans (make-array max-pollers :initial-element 0) :type simple-vector :read-only t)
-  ;; What the monitor sleeps on, who sees to it that there is a spare.
-  (monitor-alarm 0 :type word)
-  ;; 1 while it sleeps until somebody says that a carrier is awake
-  (monitor-asleep 0 :type word)
-  (monitor nil)
-  ;; How many carriers have been found stuck; the turns of those that have ended.
-  (stuck 0 :type fixnum)
-  (past-turns 0 :type (and unsigned-byte fixnum))
-  ;; Threads of spares that have been told to end.
-  (retired '() :type list)
-  ;; How often the monitor has looked since it found one stuck.
-  (quiet-looks 0 :type fixnum)
-  ;; :RUNNING, :STOPPED or :FINISHED, see fiber-group.lisp
-  (state :running :type symbol))
-(declaim (freeze-type fiber-group))
-
-(defconstant +closed+ (ash 1 32))
-(defconstant +entry+ (ash 1 33))
-
-(declaim (inline fiber-group-alive))
-(defun fiber-group-alive (group)
-  "How many fibers of GROUP were submitted and have not ended."
-  (ldb (byte 32 0) (fiber-group-population group)))
-
-(defmethod print-object ((group fiber-group) stream)
-  (print-unreadable-object (group stream :type t :identity t)
-    (format stream "~@[~A ~]~(~A~), ~D carrier~:P, ~D fiber~:P"
-            (fiber-group-name group) (fiber-group-state group)
-            (length (fiber-group-schedulers group)) (fiber-group-alive group))))
-
-(declaim (inline in-fiber-p current-fiber))
-(defun in-fiber-p ()
-  (fiber-p *current-thread*))
-
-(declaim (ftype (sfunction () (or null fiber)) current-fiber))
-(defun current-fiber ()
-  "The fiber that is running, or NIL in a thread that runs none."
-  (let ((thread *current-thread*))
-    (and (fiber-p thread) thread)))
-
-;;; WITHOUT-INTERRUPTS for code that does not exit non-locally: one binding instead of
-;;; two, and no UNWIND-PROTECT.
-(defmacro without-interruptions (&body body)
-  `(multiple-value-prog1 (let ((*interrupts-enabled* nil)) ,@body)
-     (when (and *interrupt-pending* *interrupts-enabled*)
-       (sb-unix::receive-pending-interrupt))))
-
-;;; The kernel's own operations. All others go through the parking lot.
-(declaim (inline %futex-wait %futex-wake))
-(defun %futex-wait (address expected to-sec to-usec)
-  (alien-funcall (extern-alien "futex_wait"
-                               (function int unsigned (unsigned 32) long unsigned-long))
-                 address expected to-sec to-usec))
-(defun %futex-wake (address n)
-  (alien-funcall (extern-alien "futex_wake" (function int unsigned unsigned-long)) address n))
-
-(define-structure-slot-addressor carrier-alarm-address :structure carrier :slot alarm)
-(define-structure-slot-addressor fiber-group-monitor-alarm-address
-  :structure fiber-group :slot monitor-alarm)
 
 ;;;; making a fiber runnable
 
@@ -322,10 +203,10 @@ another one."
   (declare (carrier carrier))
   (let ((scheduler (carrier-scheduler carrier)))
     (when scheduler (wake-poller (scheduler-poller scheduler)))
-    ;; Not an alternative: it may be losing or getting a scheduler just now.
-    (when (= (cas (carrier-alarm carrier) 0 1) 0)
+    ;; In any case: it may be losing or getting a scheduler just now.
+    (when (= (cas (carrier-wake-word carrier) 0 1) 0)
       (with-pinned-objects (carrier)
-        (%futex-wake (carrier-alarm-address carrier) 1)))))
+        (%futex-wake (carrier-wake-word-address carrier) 1)))))
 
 (defun wake-one-idle (group)
   "Wake a carrier of GROUP that sleeps, if one does."
@@ -334,9 +215,11 @@ another one."
     (let ((idle (fiber-group-idle group)))
       (when (= idle 0) (return))
       (let ((bit (1- (integer-length (logand idle (- idle))))))
-        (when (eq (cas (fiber-group-idle group) idle (logandc2 idle (ash 1 (truly-the (mod 62) bit)))) idle)
-          ;; If the group has ended meanwhile there is none, or another group's, which looks and
-          ;; sleeps again.
+        (when (eq (cas (fiber-group-idle group) idle
+                       (logandc2 idle (ash 1 (truly-the (mod 62) bit))))
+                  idle)
+          ;; If the group has ended meanwhile there is no such poller, or it is another group's,
+          ;; whose carrier looks and sleeps again.
           (let ((poller (svref *pollers* bit)))
             (when (poller-p poller) (wake-poller poller)))
           (return))))))
@@ -366,31 +249,33 @@ run last, and return it, or NIL."
   (let ((injector (fiber-group-injector group)))
     (when (and (injector-first injector) (migration-forced-p group))
       (let ((fiber (injector-take-migrant injector *carrier*)))
-        ;; Whoever was woken for what is left may not be the one who may run it.
+        ;; The carrier that was woken for what is left may be the one that must not run it.
         (when (injector-first injector) (wake-one-idle group))
         fiber))))
 
-;;; A run queue has one owner, the carrier that serves it. Here it says that it is
-;;; going to use the queue, and when that is over, see fiber-monitor.lisp. With interrupts off.
+;;; A run queue has one owner, the carrier that serves it. With these it says that it is going to
+;;; use the queue, and that it has done so, see fiber/monitor.lisp. With interrupts off.
 (declaim (inline begin-scheduling end-scheduling))
 (defun begin-scheduling (carrier)
-  (setf (carrier-turn carrier) (truly-the (and unsigned-byte fixnum) (1+ (carrier-turn carrier)))))
+  (setf (carrier-epoch carrier)
+        (truly-the (and unsigned-byte fixnum) (1+ (carrier-epoch carrier)))))
 (defun end-scheduling (carrier)
-  (setf (carrier-turn carrier) (truly-the (and unsigned-byte fixnum) (1+ (carrier-turn carrier)))))
+  (setf (carrier-epoch carrier)
+        (truly-the (and unsigned-byte fixnum) (1+ (carrier-epoch carrier)))))
 
-(defun change-turn (carrier)
+(defun advance-epoch (carrier)
   (end-scheduling carrier)
   (begin-scheduling carrier))
 
 (defmacro with-own-scheduler (&body body)
-  "Execute BODY while nobody takes the scheduler of this carrier, if it is one, away."
+  "Execute BODY. If this thread is a carrier, its scheduler is not taken away meanwhile."
   `(let ((carrier *carrier*))
      (if carrier
          (let* ((carrier (truly-the carrier carrier))
-                (turn (carrier-turn carrier)))
-           (setf (carrier-turn carrier) (logior turn 1))
+                (epoch (carrier-epoch carrier)))
+           (setf (carrier-epoch carrier) (logior epoch 1))
            (prog1 (progn ,@body)
-             (setf (carrier-turn carrier) turn)))
+             (setf (carrier-epoch carrier) epoch)))
          (progn ,@body))))
 
 (declaim (inline my-scheduler))
@@ -442,7 +327,7 @@ run last, and return it, or NIL."
   (phase-becomes-p fiber (logior +active+ +permit+) +active+))
 
 (defun requeue (fiber)
-  "Queue FIBER, which has yielded, behind those who wait for a place in a queue as well."
+  "Queue FIBER, which has yielded, behind the fibers that wait for a place in a queue as well."
   (declare (fiber fiber))
   (let ((group (truly-the fiber-group (fiber-group fiber))))
     (if (and (injector-first (fiber-group-injector group)) (null (fiber-home fiber)))
@@ -451,16 +336,16 @@ run last, and return it, or NIL."
 
 (defun finish-parking (fiber)
   (unless (phase-becomes-p fiber +parking+ +parked+)
-    (setf (fiber-phase fiber) +active+) ; nobody moves a phase that has a permit
+    (setf (fiber-phase fiber) +active+) ; nothing else moves a phase that has a permit
     (make-runnable fiber)))
 
 (declaim (inline after-switch))
 (defun after-switch ()
-  "Carry out what the stack that was left wanted. All of this contains a full barrier: who looks
-for interruptions next has been seen to be mounted by those who have queued none yet."
+  "Carry out what the stack that was left wanted. All of this contains a full barrier: if the fiber
+that looks for interruptions next finds none, a thread that queues one later sees it mounted."
   (let* ((carrier (truly-the carrier *carrier*))
          (predecessor (carrier-predecessor carrier)))
-    (setf (carrier-budget carrier) +turn+)
+    (setf (carrier-budget carrier) +budget+)
     (if predecessor
         (let ((fiber (truly-the fiber predecessor))
               (action (carrier-action carrier)))
@@ -480,7 +365,7 @@ for interruptions next has been seen to be mounted by those who have queued none
     (prepare-stack fiber))
   (%switch-context from (context-of fiber)))
 
-;;; Where nothing can be signalled.
+;;; For code that can signal nothing.
 (defmacro scheduler-bug (message)
   `(with-pinned-objects (,(coerce message 'simple-base-string))
      (%scheduler-bug (vector-sap ,(coerce message 'simple-base-string)))))
@@ -493,34 +378,34 @@ for interruptions next has been seen to be mounted by those who have queued none
 (defun live-signal-context-p ()
   (/= *free-interrupt-context-index* 0))
 
-(declaim (inline cycles-since next-in-turn))
+(declaim (inline cycles-since next-in-queue))
 (defun cycles-since (before now)
   (declare (word before now))
   (logand (- now before) most-positive-word)) ; many if another processor's counter is behind
 
 (declaim (ftype (sfunction (scheduler fixnum) boolean) time-to-look-p))
-(defun time-to-look-p (scheduler turns)
-  "True if SCHEDULER, in whose turn number TURNS the cycle counter is to be read, is to look around.
-If not, the counter is read again in the next turn, if as many as are made without reading could
+(defun time-to-look-p (scheduler ticks)
+  "True if SCHEDULER, at whose tick number TICKS the cycle counter is to be read, is to look around.
+If not, the counter is read again at the next tick, if as many as are made without reading could
 take too long."
   (let* ((now (%cycle-count))
          (used (cycles-since (scheduler-looked scheduler) now))
          (limit *cycles-per-millisecond*))
     (setf (scheduler-read scheduler) now)
-    (or (> turns +turns-per-poll+)
+    (or (> ticks +ticks-per-look+)
         (> used limit)
         (let* ((used (truly-the cycles-per-millisecond used))
                (left (truly-the cycles-per-millisecond (- limit used)))
-               (fast (<= (* +turns-per-reading+ used) (* (truly-the (mod 64) turns) left))))
+               (fast (<= (* +ticks-per-reading+ used) (* (truly-the (mod 64) ticks) left))))
           (setf (scheduler-next-reading scheduler)
-                (min (1+ +turns-per-poll+) (+ turns (if fast +turns-per-reading+ 1))))
+                (min (1+ +ticks-per-look+) (+ ticks (if fast +ticks-per-reading+ 1))))
           nil))))
 
-(defun next-in-turn (carrier scheduler)
+(defun next-in-queue (carrier scheduler)
   "The next fiber to run, or NIL if it is time to look around, or nothing is queued."
-  (unless (or (let ((turns (incf (scheduler-turns scheduler))))
-                (and (>= turns (scheduler-next-reading scheduler))
-                     (time-to-look-p scheduler turns)))
+  (unless (or (let ((ticks (incf (scheduler-ticks scheduler))))
+                (and (>= ticks (scheduler-next-reading scheduler))
+                     (time-to-look-p scheduler ticks)))
               (carrier-inbox carrier))
     (or (run-queue-take (scheduler-queue scheduler))
         (and *force-migration*
@@ -535,7 +420,7 @@ it is resumed."
          (fiber (truly-the fiber *current-thread*))
          (scheduler (progn (begin-scheduling carrier) (carrier-scheduler carrier)))
          (masked (and (live-signal-context-p) (put-back-signal-mask)))
-         (next (and scheduler (next-in-turn carrier scheduler))))
+         (next (and scheduler (next-in-queue carrier scheduler))))
     (setf (carrier-predecessor carrier) fiber
           (carrier-action carrier) action
           (fiber-left fiber) (if scheduler (scheduler-read scheduler) (%cycle-count))
@@ -549,8 +434,8 @@ it is resumed."
     (when masked (restore-signal-mask))
     nil))
 
-;;; A handler runs with signals blocked, until it enables interrupts. What runs while it is
-;;; parked must not: it would receive no signal, and the runtime gives up when it finds
+;;; A handler runs with signals blocked, until it enables interrupts. What runs while it is parked
+;;; must not have them blocked: it would receive no signal, and the runtime gives up when it finds
 ;;; interrupts enabled and signals blocked.
 (defun put-back-signal-mask ()
   "Restore the signal mask of the code that the handlers on the stack interrupted, and return true
@@ -563,8 +448,8 @@ if RESTORE-SIGNAL-MASK must be called when the fiber goes on."
 (declaim (ftype (sfunction (t (or null fixnum)) null) park))
 (defun park (reason deadline)
   "Park the running fiber until it is unparked or DEADLINE comes, which is a time of FIBER-NOW
-or NIL. May return early for no reason the caller knows of: he looks and parks again. REASON is
-what the fiber waits for, for those who look at it from outside. With interrupts off."
+or NIL. This may return early, for no reason that the caller knows of: the caller looks, and parks
+again. REASON is what the fiber waits for, to be shown to users. With interrupts off."
   (let ((fiber (truly-the fiber *current-thread*)))
     (setf (fiber-wait-reason fiber) reason)
     (prepare-zone fiber)
@@ -581,7 +466,7 @@ what the fiber waits for, for those who look at it from outside. With interrupts
 (defun enter-time (scheduler entry time)
   "Let SCHEDULER serve ENTRY, a fiber or an alarm, at TIME."
   (heap-insert (scheduler-deadlines scheduler) entry time)
-  ;; Who serves another one may be asleep until a later time.
+  ;; The carrier of another scheduler may be asleep until a later time.
   (let ((carrier *carrier*))
     (unless (and carrier (eq scheduler (carrier-scheduler (truly-the carrier carrier))))
       (wake-poller (scheduler-poller scheduler)))))
@@ -591,54 +476,3 @@ what the fiber waits for, for those who look at it from outside. With interrupts
   (let ((carrier (truly-the carrier *carrier*)))
     (or (carrier-scheduler carrier)
         (svref (fiber-group-schedulers (truly-the fiber-group (fiber-group fiber))) 0))))
-
-;;;; the work of a carrier
-
-(declaim (inline handlers-wait-p))
-(defun handlers-wait-p ()
-  "Is there something that this OS thread is to call as a thread?"
-  (or *interrupt-pending* (sb-thread::thread-interruptions *current-thread*)))
-
-(defun run-on-carrier (carrier fiber)
-  "Run FIBER, and those that follow without returning here."
-  (mount carrier (int-sap (carrier-context carrier)) fiber)
-  (after-switch))
-
-(defun run-inbox (carrier)
-  (do-chain (fiber (take-chain (carrier-inbox carrier)))
-    (run-on-carrier carrier fiber)))
-
-;;; Handlers that were deferred while the scheduler ran, and what others want this OS thread
-;;; to call. They run on the carrier's own stack, where a wait for a lock is a native one that
-;;; is announced.
-(defun run-pending-handlers (carrier)
-  (when (handlers-wait-p)
-    (setf (carrier-handling carrier) t)
-    (end-scheduling carrier)
-    (catch 'sb-impl::%end-of-the-world
-      (unless (eq :done (catch 'sb-thread::%abort-thread (receive-signals) :done))
-        ;; Fibers that are pinned to this carrier could never run again.
-        (warn "~@<~S runs fibers and is not ended by this; FINISH-FIBERS ends it.~:@>"
-              *current-thread*)))
-    (when *exit-in-progress* (exit-by-thread)) ; SIGTERM, for instance
-    (alien-funcall (extern-alien "fiber_reset_carrier_guard" (function void)))
-    (begin-scheduling carrier)
-    (setf (carrier-handling carrier) nil)))
-
-(defun receive-signals ()
-  (let ((*interrupts-enabled* t))
-    (when *interrupt-pending* (sb-unix::receive-pending-interrupt))
-    (when (sb-thread::thread-interruptions *current-thread*)
-      (sb-unix:raise sb-unix:sigurg))))
-
-(defun serve-scheduler (carrier)
-  "Run fibers until CARRIER is left without a scheduler or its group is stopped."
-  (loop
-    (run-inbox carrier)
-    (let ((scheduler (carrier-scheduler carrier)))
-      (unless scheduler (return))
-      (let ((fiber (search-for-work scheduler)))
-        (cond (fiber (run-on-carrier carrier fiber))
-              ((eq (fiber-group-state (carrier-group carrier)) :stopped) (return))
-              (t (sleep-in-poller carrier scheduler)))))
-    (run-pending-handlers carrier)))

@@ -20,6 +20,7 @@
 #include <signal.h>
 #include "fiber.h"
 #include "globals.h"
+#include "arch.h"
 #include "gc.h"
 #include "interrupt.h"
 #include "os.h"
@@ -30,9 +31,9 @@
 
 /*
  * Foreign code may hold a lock wherever it is: malloc's, or one of OpenSSL's. If it is left by
- * unwinding, nobody gives that back. If Lisp runs on top of it and calls foreign code, or parks so
- * that the carrier runs another fiber, the same OS thread asks for the lock again, and waits for
- * itself. What is true in fibers, and in the threads of the pool:
+ * unwinding, the lock is never given back. If Lisp runs on top of it and calls foreign code, or
+ * parks so that the carrier runs another fiber, the same OS thread asks for the lock again, and
+ * waits for itself. What is true in fibers, and in the threads of the pool:
  *
  *  - the handler of a deferrable signal does not run while frames of C that are to be kept lie on
  *    the stack. The signal is noted in thread->deferred_signals, and sent again when the call
@@ -41,9 +42,9 @@
  *    are found by the program counter of what was interrupted, and of what each live handler
  *    has interrupted; below a callback, where program counters are Lisp's, by *FOREIGN-FRAMES*.
  *    That is bound before Lisp is entered and unbound after it has been left, both of it here: so
- *    there is no moment between, and who unwinds the callback unbinds it as well;
+ *    there is no moment between, and what unwinds the callback unbinds it as well;
  *  - below a callback, and in a handler above foreign code, a fiber does not leave its carrier:
- *    see ZONE in code/fiber-wait.lisp.
+ *    see ZONE in code/fiber/zone.lisp.
  *
  * A call that has been unwound by its own callback does not return. What was noted meanwhile is
  * sent again after the next call.
@@ -94,8 +95,9 @@ bool fiber_defer_signal(struct thread* th, int signal, os_context_t* context)
     return 1;
 }
 
-/* At a trap for pending interrupts, which may have come because a call has returned. In a callback
- * it has not really. Signals are blocked, so that they arrive when the trap is over. */
+/* Called at a trap for pending interrupts, which may have come because a call has returned. Below a
+ * callback the outer call has not returned yet. Signals are blocked, so that those that are sent
+ * here arrive when the trap is over. */
 void fiber_send_deferred_signals(struct thread* th)
 {
     uword_t signals = th->deferred_signals;

@@ -1,4 +1,4 @@
-/* What fiber.c and fiber-guard.c both know: what a stack consists of. */
+/* What the files about stacks share: of what a stack consists, and what is above what. */
 
 /*
  * This software is part of the SBCL system. See the README file for
@@ -31,10 +31,10 @@
  *     alien stack              grows down
  *
  * Control and binding stack meet around the context, in the one page that an idle fiber
- * has touched. A reserve is opened in steps of 16 KiB, from the stack on. Who runs into it is
- * told, and has four steps, or one, for handling that; who uses them up too is ended. Inside of
- * a critical section nothing can be told or ended: just as much is opened as it needs, and the
- * fiber is told when it is found in the reserve next.
+ * has touched. A reserve is opened in steps of 16 KiB, from the stack on. A fiber that runs into
+ * it is notified, and has four steps, or one, for handling that; a fiber that uses these up too is
+ * ended. Inside of a critical section no fiber can be notified or ended: just as much is opened as
+ * the section needs, and the fiber is notified when it is found in the reserve next.
  */
 #define KIB 1024
 #define HARD_GUARD_SIZE ((uword_t)os_reported_page_size)
@@ -45,46 +45,110 @@
 #define MIDDLE_GUARD_SIZE (2*SIDE_RESERVE_SIZE + HARD_GUARD_SIZE)
 #define FIBER_ALIEN_STACK_SIZE (256*KIB)
 
+// Frames up to this size cannot skip the return guard on the way down.
+#define RETURN_GUARD_SIZE (16*KIB)
+// What the kernel and the runtime need to handle a signal, the collector apart.
+#define SIGNAL_ROOM (32*KIB)
+
 enum { CONTROL, BINDING, ALIEN, N_STACKS };
 
 /* What context->guards consists of. */
 struct guards {
     uint8_t open[N_STACKS];       // steps of the reserve
-    uint8_t told : N_STACKS;      // whether the fiber knows, a bit for each stack
-    uint8_t pending : 1;          // the control stack overflowed, but that could not be told
+    uint8_t notified : N_STACKS;  // whether the fiber knows, a bit for each stack
+    uint8_t pending : 1;          // the control stack overflowed, and the fiber must be notified
     uint8_t reporting : 1;        // the fiber reports a failure, and has what is open for that
-    uint32_t told_at;             // handlers run below this offset into the control stack
+    uint8_t cut_off : 1;          // some frame was left where the control stack ended
+    uint32_t notified_at;         // handlers run below this offset into the control stack
 };
 _Static_assert(sizeof (struct guards) == sizeof (lispobj), "struct guards is one slot");
 
 /* Geometry. The context knows its bounds, all else follows from them. */
 
-static inline char* control_base(struct fiber_context* fc) { return (char*)fc->control_stack_start + CONTROL_RESERVE_SIZE; }
-static inline char* alien_base(struct fiber_context* fc) { return (char*)fc->alien_stack_start + SIDE_RESERVE_SIZE; }
-static inline char* binding_end(struct fiber_context* fc) { return alien_base(fc) - MIDDLE_GUARD_SIZE; }
-static inline char* context_page(struct fiber_context* fc) { return (char*)((uword_t)fc & -HARD_GUARD_SIZE); }
+static inline char* control_base(struct fiber_context* fc)
+{
+    return (char*)fc->control_stack_start + CONTROL_RESERVE_SIZE;
+}
+
+static inline char* alien_base(struct fiber_context* fc)
+{
+    return (char*)fc->alien_stack_start + SIDE_RESERVE_SIZE;
+}
+
+static inline char* binding_end(struct fiber_context* fc)
+{
+    return alien_base(fc) - MIDDLE_GUARD_SIZE;
+}
+
+static inline char* context_page(struct fiber_context* fc)
+{
+    return (char*)((uword_t)fc & -HARD_GUARD_SIZE);
+}
 
 static inline bool within(os_vm_address_t addr, char* start, uword_t size)
 {
     return (char*)addr >= start && (char*)addr < start + size;
 }
 
-/* Make pages inaccessible or accessible again. They return 0, or -1 and errno. */
+static inline struct guards* guards_of(struct fiber_context* fc)
+{
+    return (struct guards*)&fc->guards;
+}
+
+static inline int n_steps(int stack)
+{
+    return (stack == CONTROL ? CONTROL_RESERVE_SIZE : SIDE_RESERVE_SIZE) / STEP_SIZE;
+}
+
+/* Where the reserve of a stack begins. */
+static inline char* stack_limit(struct fiber_context* fc, int stack)
+{
+    return stack == CONTROL ? control_base(fc)
+        : stack == BINDING ? binding_end(fc)
+        : alien_base(fc);
+}
+
+/* The steps FROM to TO of a reserve, counted from the stack on. */
+static inline char* steps_start(struct fiber_context* fc, int stack, int from, int to)
+{
+    return stack_limit(fc, stack) + (stack == BINDING ? from : -to) * STEP_SIZE;
+}
+
+/*
+ * The files, each of which calls those above it only:
+ */
+
+/* fiber-mapping.c: make pages inaccessible or accessible again. 0, or -1 and errno. */
 extern int fiber_raise_guard(char* where, uword_t size);
 extern int fiber_lower_guard(char* where, uword_t size);
 
-/* A return guard splits a mapping. Is there one for it? */
+/* What guards cost. */
+extern void fiber_prepare_guards(char* page);
+extern bool fiber_guards_are_mappings(void);
+extern bool fiber_nearly_no_mappings(void);
+extern sword_t fiber_mappings_exhausted(void);
+extern bool fiber_take_stack_guards(void);
+extern void fiber_give_stack_guards_back(void);
 extern bool fiber_take_return_guard(void);
 extern void fiber_give_return_guard_back(void);
 
-/* See fiber-linux.c. */
-extern sword_t fiber_mapping_limit(void);
-extern sword_t fiber_count_mappings(void);
-extern uint64_t fiber_now(void);
+/* fiber-reserve.c: open steps of a reserve, close what has been left, watch for the return. */
+extern void fiber_open_steps(struct fiber_context*, int stack, int n);
+extern void fiber_limit_open_steps(struct fiber_context*, int n);
+extern bool fiber_close_left(struct thread*, struct fiber_context*, char* sp);
+extern void fiber_close_all_reserves(struct fiber_context*);
+extern void fiber_settle_reserves(struct thread*, struct fiber_context*, char* sp);
+extern void fiber_set_return_guard(struct fiber_context*, char* page);
+extern void fiber_place_return_guard(struct fiber_context*, char* sp);
+extern void fiber_drop_return_guard(struct fiber_context*);
+extern uword_t fiber_return_guard_size(struct fiber_context*);
 
+/* fiber-stack.c: where stacks are. */
 extern struct fiber_context* fiber_context_at(char* addr);
+extern void fiber_each_suspended(void (*call)(struct fiber_context*, void*), void* arg);
 
-/* Close what the fiber that has left the stack may have opened. */
-extern void fiber_close_all_reserves(struct fiber_context* fc);
+/* fiber-overflow.c: room for a signal, or a handler, on the fiber's stack. */
+extern bool fiber_make_signal_room(struct thread*, struct fiber_context*, os_context_t*);
+extern void fiber_make_handler_room(os_context_t*);
 
 #endif

@@ -1,4 +1,4 @@
-/* The runtime's side of fibers: see fiber.c and fiber-guard.c */
+/* The functions of fibers that the rest of the runtime calls. */
 
 /*
  * This software is part of the SBCL system. See the README file for
@@ -24,27 +24,27 @@
 #include "thread.h"
 
 /* The values of *context->state_cell, as in compiler/generic/fiber-objdef.lisp. */
-enum { FIBER_STACK_FREE, FIBER_STACK_SUSPENDED, FIBER_STACK_MOUNTED };
+enum { FIBER_STACK_FREE, FIBER_STACK_ACTIVE, FIBER_STACK_MOUNTED };
 
 typedef void fiber_root_visitor(os_context_register_t, void*);
 
-/* roots, with the world stopped */
+/* fiber-gc.c: roots, with the world stopped */
 extern void fiber_scan_control_stacks(fiber_root_visitor* visit,
                                       fiber_root_visitor* visit_register);
 extern void fiber_scav_binding_stacks(void (*mark)(lispobj));
 extern int fiber_verify_binding_stacks(int (*verify)(lispobj, lispobj*, void*), void* arg);
 extern void fiber_exclude_own_stack(struct thread*, lispobj* from, lispobj* to);
 
-/* The bits of *FOREIGN-FRAMES*, as in code/fiber-structs.lisp; the last is the first of many. */
+/* The bits of *FOREIGN-FRAMES*, as in code/fiber/foreign.lisp; the last is the first of many. */
 enum { BELOW_CALLBACK = 1, FRAMES_TO_KEEP = 2, KEEPS_FOREIGN_FRAMES = 4, INTERRUPTIBLE_FRAMES = 8 };
 
-/* foreign code */
+/* fiber-foreign.c */
 extern bool fiber_defer_signal(struct thread*, int signal, os_context_t*);
 extern void fiber_send_deferred_signals(struct thread*);
 extern bool fiber_trap_to_ignore(struct thread*);
 extern void fiber_call_back(lispobj arg1, lispobj arg2, lispobj arg0, struct thread*);
 
-/* signals and faults */
+/* fiber-overflow.c, fiber-signal.c, fiber-poller.c, fiber-reserve.c: signals and faults */
 extern bool fiber_overflow_pending(struct thread*);
 extern void fiber_settle_pending(struct thread*, os_context_t*);
 extern void fiber_end_sleep(void);

@@ -28,11 +28,11 @@
 ;;;
 ;;; A deferrable signal may be deferred during the section, when what decides about
 ;;; its fate changes: *INTERRUPTS-ENABLED* is one of the values exchanged.
-;;;  - It was T and is NIL at the end: fiber_settle_pending() in runtime/fiber-guard.c, called
+;;;  - It was T and is NIL at the end: fiber_settle_pending() in runtime/fiber-overflow.c, called
 ;;;    by the trap that ends the section, turns the pending handler into an *INTERRUPT-PENDING*.
 ;;;    Without that the runtime gives up: "pseudo_atomic_interrupted after
 ;;;    interrupt_handle_pending".
-;;;  - It was NIL and is T: *INTERRUPT-PENDING* was set, and nobody would look at it before
+;;;  - It was NIL and is T: *INTERRUPT-PENDING* was set, and nothing would look at it before
 ;;;    the next WITHOUT-INTERRUPTS, deferrable signals staying blocked until then.
 ;;;    The routine makes the end of the section trap.
 ;;;
@@ -89,15 +89,13 @@
   (inst mov (context rax-tn fiber-context-alien-stack-pointer-slot) rcx-tn)
   (inst stmxcsr (context rax-tn fiber-context-mxcsr-slot))
   (inst mov (context rax-tn fiber-context-control-stack-pointer-slot) rsp-tn)
-  (inst mov rcx-tn (context rax-tn fiber-context-state-cell-slot))
-  (inst mov :byte (ea rcx-tn) fiber-stack-suspended)
 
   ;; ... load the other. A profiler's signal between the next instructions finds
   ;; RSP outside of the bounds, and bounds that are those of one stack, never a
   ;; range that spans two: start and end change in one store. No instruction faults
   ;; before FIBER-CONTEXT, by which a handler knows the stack, is that of RSP: they read and write
   ;; the struct, the contexts, and words of the stacks that were written when those were left. But
-  ;; the frame of a signal may find no room: fiber_in_use() in runtime/fiber-guard.c.
+  ;; the frame of a signal may find no room: fiber_in_use() in runtime/fiber-overflow.c.
   (inst mov rsp-tn (context rdx-tn fiber-context-control-stack-pointer-slot))
   (copy-pair (thread-slot-ea thread-control-stack-start-slot)
              (context rdx-tn fiber-context-control-stack-start-slot))
@@ -114,8 +112,6 @@
   (inst mov (thread-slot-ea thread-mutex-owner-id-slot) rcx-tn)
   (inst mov rcx-tn (context rdx-tn fiber-context-mounted-as-slot))
   (inst mov (thread-slot-ea thread-fiber-context-slot) rcx-tn)
-  (inst mov rcx-tn (context rdx-tn fiber-context-state-cell-slot))
-  (inst mov :byte (ea rcx-tn) fiber-stack-mounted)
   (inst mov :dword rcx-tn (context rax-tn fiber-context-mxcsr-slot))
   (inst cmp :dword rcx-tn (context rdx-tn fiber-context-mxcsr-slot))
   (inst jmp :ne LOAD-MXCSR) ; loading it always would cost more than comparing

@@ -16,9 +16,9 @@
 ;;; that of a carrier in malloc space. Genesis writes genesis/fiber-context.h from this
 ;;; definition, so that no offset is ever counted by hand.
 ;;;
-;;; Who writes what:
-;;;  - runtime/fiber.c fills in the constants when it carves the stack;
-;;;  - the switch (assembly/x86-64/fiber) saves and loads the rest, inside
+;;; Its slots are written by
+;;;  - runtime/fiber-stack.c, which fills in the constants when it carves the stack;
+;;;  - the switch (assembly/x86-64/fiber), which saves and loads the rest, inside
 ;;;    pseudo-atomic, so that a stopped world sees each stack exactly once.
 ;;;
 ;;; The order is part of the contract with the switch: pairs that start at an even
@@ -43,13 +43,14 @@
   ;; one byte in the arena's dense array, which is all that the collector reads
   ;; of a stack that is free
   (state-cell :c-type "unsigned char *" :pointer t)
-  ;; which guards are down, and where the return guard is, see runtime/fiber-guard.c
+  ;; which guards are down, and where the return guard is, see runtime/fiber-reserve.c
   (guards)
   (return-guard)
   ;; The signal contexts that are live on this stack (a handler for a trap that
   ;; parks, say). While the stack is mounted they are the OS thread's.
   (signal-context-count)
-  #.(coerce (loop for i below max-interrupts collect (symbolicate "SIGNAL-CONTEXT-" (princ-to-string i)))
+  #.(coerce (loop for i below max-interrupts
+                  collect (symbolicate "SIGNAL-CONTEXT-" (princ-to-string i)))
             'vector)
   ;; the signal mask of the innermost handler, while the fiber is parked in one
   (signal-mask)
@@ -63,5 +64,4 @@
 
 ;;; The values of the byte at STATE-CELL, as in runtime/fiber.h.
 (defconstant fiber-stack-free 0)
-(defconstant fiber-stack-suspended 1)
-(defconstant fiber-stack-mounted 2)
+(defconstant fiber-stack-active 1)

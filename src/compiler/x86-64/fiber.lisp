@@ -11,9 +11,9 @@
 
 (in-package "SB-VM")
 
-;;; Suspend the running stack in FROM and go on with the one suspended in TO; returns when
-;;; somebody switches back, possibly in another OS thread, so nothing that depends on the
-;;; thread may be kept across the call. :SAVE-P makes the compiler store all that is live.
+;;; Suspend the running stack in FROM and go on with the one suspended in TO. This returns when FROM
+;;; is switched to, possibly in another OS thread, so nothing that depends on the thread may be kept
+;;; across the call. :SAVE-P makes the compiler store all that is live.
 (defknown sb-fiber::%switch-context (system-area-pointer system-area-pointer) (values) ())
 (define-vop (sb-fiber::%switch-context)
   (:translate sb-fiber::%switch-context)
@@ -68,8 +68,9 @@
   (:result-types tagged-num)
   (:generator 1 (inst mov id (thread-slot-ea thread-mutex-owner-id-slot))))
 
-;;; The cycle counter of the processor, read when it suits that: no other instruction is waited for.
-;;; (%READ-CYCLE-COUNTER waits for all, by CPUID, which on a virtual machine takes as long as many switches.)
+;;; The cycle counter of the processor, which reads it when it likes: no other instruction is waited
+;;; for. (%READ-CYCLE-COUNTER waits for all, by CPUID, which on a virtual machine takes as long as
+;;; many switches.)
 (defknown sb-fiber::%cycle-count () word ())
 (define-vop (sb-fiber::%cycle-count)
   (:translate sb-fiber::%cycle-count)

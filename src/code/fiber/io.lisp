@@ -1,0 +1,327 @@
+;;;; what stands in for the system calls that wait
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; The callers are streams, SB-UNIX and SB-BSD-SOCKETS. In a thread each function here does
+;;; what the system call does. In a fiber the call is tried in a way that cannot
+;;; wait; if it would, the fiber parks until the descriptor is ready and tries again.
+;;;
+;;; What cannot wait differs from file to file, and is kept in the descriptor's cell:
+;;;   :SOCKET  recv(2), send(2) with MSG_DONTWAIT
+;;;   :PIPE    preadv2(2), pwritev2(2) with RWF_NOWAIT
+;;;   :POLL    poll(2) before the call: terminals and other devices, named pipes, and all pipes
+;;;            before Linux 6.4. A pipe that is ready for output has room for PIPE_BUF bytes, so
+;;;            no call writes more. A terminal may have less room, and its carrier be stuck
+;;;   :PLAIN   the call itself: regular files, which are never "not ready"
+;;; No flag of the file is changed for it, since others may share the file.
+;;;
+;;; The number of a descriptor may stand for another file after each yield and each park: some
+;;; fiber has closed it, and the kernel has given the number to the next file, a stranger's
+;;; connection perhaps. So an operation notes the file at its start (NOTE-FILE), and compares
+;;; (SAME-FILE-P) after every yield or park and before each call; if it is another file, the
+;;; operation fails. These keep a number across a park, or a yield in SPEND-BUDGET:
+;;;   UNIX-READ-NOW, UNIX-WRITE-NOW    which fail with EBADF
+;;;   PARK-ON-FILE                     which signals DESCRIPTOR-CLOSED, as all that call it do,
+;;;                                    wherever they park: PARK-ON-FD, POLL-IN-FIBER,
+;;;                                    PARK-FOR-SET
+;;;   CALL-ON-FILE                     likewise: accept, send, sendto, recvfrom
+;;;   CONNECT-IN-FIBER                 likewise
+;;; A stream keeps its number in a slot, which has -1 before the number is closed, and gives back
+;;; its buffers after that: a fiber that goes on after a wait finds one or the other. The sets of
+;;; select and poll hold numbers, and an answer is about whatever these stand for then, as it is
+;;; from the kernel. Between the comparison and the call another OS thread may still close the file:
+;;; that is so for threads as well.
+
+(define-condition descriptor-closed (error)
+  ((descriptor :initarg :descriptor :reader %descriptor-closed-descriptor))
+  (:report (lambda (condition stream)
+             (format stream "The file descriptor ~D was closed while a fiber used it."
+                     (descriptor-closed-descriptor condition))))
+  (:documentation "The error that is signaled in a fiber that waits for a file descriptor if another
+fiber or thread closes that; and in one that was about to use the descriptor, and had waited for
+its turn or had just been woken, unless it was to read or write a stream: then a STREAM-ERROR is
+signaled. DESCRIPTOR-CLOSED-DESCRIPTOR returns the number of the descriptor."))
+
+;;;; the file behind a number
+
+;;; Two descriptors that are not duplicates may have the same number here: those of a path that was
+;;; opened twice, or of files without an inode of their own, as event descriptors are. Sockets and
+;;; pipes have one.
+(defun file-identity (fd)
+  "A number that tells the open file FD from other sockets and pipes, or 0 if FD is not open."
+  (alien-funcall (extern-alien "fiber_file_identity" (function (unsigned 61) int)) fd))
+
+;;; While the descriptor is being closed, its generation is that of the next file already, but the
+;;; number may still stand for the old one, or already for the next: the file itself must tell.
+;;; FORGET-FILE sets CLOSING before GENERATION.
+(declaim (inline note-file))
+(defun note-file (cell)
+  "What SAME-FILE-P needs to know the file again for which CELL stands now: its generation, or a
+negative number."
+  (let ((generation (fd-cell-generation cell)))
+    (if (fd-cell-closing cell)
+        (- -1 (file-identity (fd-cell-fd cell)))
+        generation)))
+
+(declaim (inline same-file-p))
+(defun same-file-p (cell file)
+  "Does CELL still stand for FILE?"
+  (declare (fixnum file))
+  (if (minusp file)
+      (= file (- -1 (file-identity (fd-cell-fd cell))))
+      (= file (fd-cell-generation cell))))
+
+(defun ensure-same-file (cell file)
+  (unless (same-file-p cell file)
+    (error 'descriptor-closed :descriptor (fd-cell-fd cell))))
+
+(defun descriptor-closed-descriptor (condition)
+  "Return the number of the file descriptor that CONDITION, of type DESCRIPTOR-CLOSED, is about."
+  (%descriptor-closed-descriptor condition))
+
+;;;; waiting for a descriptor
+
+(defun outcome-of-wait (result)
+  "What WAIT-FOR-FD returns for the RESULT that a fiber was given."
+  (cond ((eql result sb-unix:eperm) :plain)
+        ((eql result sb-unix:ebadf) :closed)
+        (t result)))
+
+(defun wait-for-fd (fiber cell direction deadline file)
+  "Park FIBER until the descriptor of CELL, which stands for FILE, is ready for DIRECTION. Returns
+:READY, :CLOSED, :AGAIN, :TIMEOUT, :INTERRUPTED, :PLAIN if it is of a kind that is always ready, or
+an errno if the kernel refuses to watch it. With interrupts off."
+  (unless (and (add-waiter cell fiber direction (scheduler-poller (nearest-scheduler fiber)) file)
+               ;; If the close is over, it wakes no fiber any more.
+               (or (>= file 0) (same-file-p cell file) (not (remove-waiter cell fiber direction))))
+    (return-from wait-for-fd :closed))
+  (loop
+    (park (or *waited-for*
+              (if (= direction +input+) (fd-cell-reading cell) (fd-cell-writing cell)))
+          deadline)
+    (let ((result (fiber-wait-result fiber)))
+      (cond ((eq result :closing) (setf deadline nil)) ; the closing thread is about to let go
+            (result (return (outcome-of-wait result)))
+            ;; Not in the chain any more: the thread that took the fiber out has yet to say why.
+            ;; First of all, as where interrupts are off the interruptions stay.
+            ((deadline-passed-p deadline)
+             (when (remove-waiter cell fiber direction) (return :timeout)))
+            ((fiber-interruptions fiber)
+             (when (remove-waiter cell fiber direction) (return :interrupted)))))))
+
+(declaim (ftype (sfunction (fd-cell fixnum (mod 3) (or null fixnum)) boolean) park-on-file))
+(defun park-on-file (cell file direction deadline)
+  "Wait until CELL, which stands for FILE, is ready for DIRECTION; return false when DEADLINE comes
+first. Signals DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
+  (let ((fiber (truly-the fiber *current-thread*)))
+    (loop
+      (let ((result (without-interruptions (wait-for-fd fiber cell direction deadline file))))
+        (see-interruptions fiber)
+        (ensure-same-file cell file)
+        (case result
+          ((:ready :plain) (return t))
+          (:timeout (return nil))
+          ((:interrupted :again))
+          (:closed (error 'descriptor-closed :descriptor (fd-cell-fd cell)))
+          (t (error "~@<The kernel does not watch file descriptor ~D: ~A~@[. ~@?~]~:@>"
+                    (fd-cell-fd cell) (strerror result) (remedy result))))))))
+
+(defun park-on-fd (fd direction deadline)
+  "PARK-ON-FILE for the file for which FD stands now."
+  (let ((cell (find-fd-cell fd t)))
+    (park-on-file cell (note-file cell) direction deadline)))
+
+(defmacro within-budget-on-file ((cell file fd cost &rest overdraft) &body body)
+  "Execute BODY, when the budget of the running fiber allows it, with CELL bound to the cell of FD,
+and FILE to the file for which that stood before a yield. BODY is to compare."
+  `(let* ((,cell (truly-the fd-cell (find-fd-cell ,fd t)))
+          (,file (note-file ,cell)))
+     (spend-budget ,cost ,@overdraft)
+     ,@body))
+
+(defun parkable-fd-p (fd)
+  (and (typep fd 'descriptor) (can-park-p)))
+
+(declaim (ftype (sfunction (descriptor symbol fixnum) boolean) poll-in-fiber))
+(defun poll-in-fiber (fd direction milliseconds)
+  "What UNIX-SIMPLE-POLL does in a fiber: wait for FD at most MILLISECONDS, for ever if negative."
+  (let ((direction (ecase direction (:input +input+) (:output +output+))))
+    (if (= milliseconds 0)
+        (within-budget-on-file (cell file fd +call-cost+) ; as in (LOOP UNTIL (LISTEN ...))
+          (ensure-same-file cell file)
+          (poll-now fd direction))
+        (park-on-fd fd direction
+                    (and (> milliseconds 0) (nanoseconds-from-now (* milliseconds 1000000)))))))
+
+(defun poll-now (fd direction)
+  (plusp (alien-funcall (extern-alien "fiber_poll_now" (function int int int)) fd direction)))
+
+(defun note-native-poll (fd direction)
+  "As NOTE-NATIVE-CALL before poll(2), which waits even if FD does not."
+  (when (and (in-fiber-p) (not (poll-now fd (ecase direction (:input +input+) (:output +output+)))))
+    (note-native-wait)))
+
+(defun note-native-call (fd direction)
+  "Called before a system call that waits until FD is ready for DIRECTION, where no fiber can park
+for that: the other end may be some fiber of this very carrier."
+  (when (and (in-fiber-p) (not (nonblocking-p fd)))
+    (cond ((not (poll-now fd (ecase direction (:input +input+) (:output +output+))))
+           (note-native-wait))
+          ((eq direction :output)
+           (announce-blocking)))))      ; there may be room for a part of it only
+
+;;;; reading and writing
+
+(macrolet ((def (name c-name &optional (how 'progn))
+             `(progn
+                (declaim (inline ,name))
+                (defun ,name (fd sap n)
+                  (,how (alien-funcall (extern-alien ,c-name
+                                                     (function (signed 64) int system-area-pointer
+                                                               (unsigned 64)))
+                                       fd sap n))))))
+  (def %receive-now "fiber_receive_now")
+  (def %send-now "fiber_send_now")
+  (def %read-now "fiber_read_now")
+  (def %write-now "fiber_write_now")
+  (def %plain-read "fiber_plain_read" with-interruptible-system-call)
+  (def %plain-write "fiber_plain_write" with-interruptible-system-call)
+  (def %polled-write "fiber_polled_write"))
+
+(defun kind-of-fd (fd)
+  (case (sb-unix:fd-type fd)
+    (:socket :socket)
+    (:fifo :pipe)
+    ((:regular :directory :block) :plain)
+    (t :poll)))
+
+;;; :PLAIN is not kept: if the file was closed by a way that we do not see, and the number is a
+;;; socket's now, the plain call would not fail but wait.
+(defun find-out-kind (cell)
+  (let ((generation (fd-cell-generation cell))
+        (kind (kind-of-fd (fd-cell-fd cell))))
+    (with-tiny-lock ((fd-cell-lock cell))
+      ;; Else it would be that of the next file.
+      (unless (or (fd-cell-closing cell) (/= generation (fd-cell-generation cell)))
+        (setf (fd-cell-kind cell) (if (eq kind :plain) nil kind)))
+      nil)
+    kind))
+
+;;; The number may stand for another kind of file than when KIND was found out, if it was
+;;; closed by a way that we do not see.
+(defun wrong-kind-p (result)
+  (declare (type (signed-byte 64) result))
+  (or (= result (- sb-unix:enotsock))
+      (= result (- sb-unix:eopnotsupp))
+      (= result (- sb-unix:espipe))))
+
+(defmacro call-by-kind (cell &key socket pipe poll plain)
+  `(flet ((try (kind)
+            (case kind
+              (:socket ,socket)
+              (:pipe ,pipe)
+              (:poll ,poll)
+              (t ,plain))))
+     (declare (inline try))
+     (let ((result (try (or (fd-cell-kind ,cell) (find-out-kind ,cell)))))
+       (declare (type (signed-byte 64) result))
+       (cond ((wrong-kind-p result)
+              (let ((kind (find-out-kind ,cell)))
+                (when (eq kind :pipe) ; a file system without RWF_NOWAIT
+                  (cas (fd-cell-kind ,cell) :pipe :poll)
+                  (setf kind :poll))
+                (try kind)))
+             (t result)))))
+
+(declaim (inline count-or-errno))
+(defun count-or-errno (result)
+  (declare (type (signed-byte 64) result))
+  (if (minusp result)
+      (values nil (- result))
+      (values result 0)))
+
+(defun unix-read-now (fd sap n)
+  "UNIX-READ, but in a fiber it fails with EWOULDBLOCK instead of waiting, and with EBADF if FD is
+closed while the fiber yields."
+  (if (parkable-fd-p fd)
+      (within-budget-on-file (cell file fd +budget+)
+        (if (same-file-p cell file)
+            (count-or-errno (read-by-kind cell fd sap n))
+            (values nil sb-unix:ebadf)))
+      (sb-unix:unix-read fd sap n)))
+
+(defun read-by-kind (cell fd sap n)
+  (call-by-kind cell
+                :socket (%receive-now fd sap n)
+                :pipe (%read-now fd sap n)
+                :poll (if (poll-now fd +input+) (%plain-read fd sap n) (- sb-unix:ewouldblock))
+                :plain (%plain-read fd sap n)))
+
+(defun unix-write-now (fd buffer offset n)
+  "UNIX-WRITE, but in a fiber it fails with EWOULDBLOCK instead of waiting, and with EBADF if FD is
+closed while the fiber yields."
+  (if (parkable-fd-p fd)
+      ;; A response of several pieces is not torn apart for the sake of a budget.
+      (within-budget-on-file (cell file fd +call-cost+ +budget+)
+        (if (same-file-p cell file)
+            (with-pinned-objects (buffer)
+              (count-or-errno
+               (write-by-kind cell fd
+                              (sap+ (if (system-area-pointer-p buffer) buffer (vector-sap buffer))
+                                    offset)
+                              n)))
+            (values nil sb-unix:ebadf)))
+      (progn (note-native-call fd :output)
+             (sb-unix:unix-write fd buffer offset n))))
+
+(defun write-by-kind (cell fd sap n)
+  (call-by-kind cell
+                :socket (%send-now fd sap n)
+                :pipe (%write-now fd sap n)
+                :poll (%polled-write fd sap n)
+                :plain (%plain-write fd sap n)))
+
+;;;; closing
+
+;;; A fiber that uses the number now for the first time must learn that it is being closed. Numbers
+;;; that are not open get no cells: there are programs that close all numbers there may be.
+(defun note-close (fd)
+  "Called before FD is closed by any of the ways that we know, with interrupts off. Return what
+NOTE-CLOSED is to be told."
+  (when (typep fd 'descriptor)
+    (let ((cell (or (find-fd-cell fd nil)
+                    (and (/= 0 (file-identity fd)) (find-fd-cell fd t)))))
+      (when cell
+        (multiple-value-bind (waiters generation) (forget-file cell)
+          (mapc #'unpark waiters)
+          generation)))))
+
+;;; A fiber that began to wait after NOTE-CLOSE and before the close itself would wait for ever. It
+;;; looks whether its file is still there.
+(defun note-closed (fd mark)
+  "Called after FD has been closed, with interrupts off. MARK is what NOTE-CLOSE has returned."
+  (let ((cell (and mark (find-fd-cell fd nil))))
+    (when cell
+      (mapc #'unpark (wake-late-waiters cell mark)))))
+
+;;; The system call closes NEW, unless it fails because OLD is not open.
+(defun closing-dup2 (old new)
+  "dup2(2). Returns NEW; or NIL, and errno."
+  (declare (type (signed-byte 32) old new))
+  (flet ((dup2 ()
+           (alien-funcall (extern-alien "dup2" (function int int int)) old new)))
+    (let ((result (if (or (= old new) (= 0 (file-identity old)))
+                      (dup2)
+                      (closing-descriptor (new) (dup2)))))
+      (if (minusp result)
+          (values nil (get-errno))
+          (values result 0)))))

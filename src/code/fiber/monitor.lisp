@@ -1,0 +1,302 @@
+;;;; the monitor, which sees that a carrier is stuck, and takes its scheduler away
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; A fiber that computes, or is in a foreign call that waits, keeps its carrier, and does not say
+;;; so. The monitor of a group, a thread, looks at the carriers every *STUCK-CARRIER-TIME*. From a
+;;; carrier that has run the same fiber all the time it takes the scheduler away, with the queue,
+;;; the deadlines and the poller, and a spare serves that. The carrier becomes a spare when its
+;;; fiber parks. The monitor also sees to it that there is a spare.
+;;;
+;;; The carrier is not asked, and no signal is sent to it: that would make its system call fail with
+;;; EINTR, and would not be heard with interrupts off. Nor may it pay for a locked instruction in
+;;; each switch. Instead:
+;;;
+;;;     the carrier                             the monitor
+;;;     C1  make EPOCH odd                      M1  take SCHEDULER out of the carrier (atomically)
+;;;     C2  read SCHEDULER, use it if not NIL   M2  let all threads execute a barrier: membarrier(2)
+;;;     C3  make EPOCH even                     M3  wait until EPOCH is even, or another than at
+;;;                                                 first, or the carrier is a spare
+;;;                                             M4  pass the scheduler on
+;;;
+;;; After M3 no other thread uses the scheduler. If the carrier read it in C2, it did so before the
+;;; barrier M2, so that C1, which was before, is seen by M3, which waits until this use is over, C3.
+;;; A use that begins later finds NIL. A carrier that is asleep in its poller has EPOCH odd: it is
+;;; woken, reads SCHEDULER again, and becomes a spare. EPOCH changes when the carrier begins to be a
+;;; spare and when it ceases, so that M3 cannot miss a short time of that.
+;;;
+;;; A carrier that gives its scheduler away itself, since it is going to block, does as M1 and M4
+;;; do; it is at no C2. Of the carrier and the monitor, one gets the scheduler.
+;;;
+;;; Deadlines and descriptors need no more: heap and cells have locks, and may be used by
+;;; any thread. A fiber that enters its deadline into a heap that has been passed on meanwhile
+;;; sees that its carrier does not have it (ENTER-DEADLINE), by the same argument.
+;;;
+;;; Sleep. While all schedulers are asleep in their pollers, nothing has to be watched, and the
+;;; monitor sleeps without a time-out. It sets MONITOR-ASLEEP, *then* reads IDLE; a carrier leaves
+;;; IDLE, *then* reads MONITOR-ASLEEP; with a full barrier in both. So either the monitor sees that
+;;; a carrier is awake, or that carrier wakes the monitor.
+
+(declaim (type (or null (real (0) 3600)) *stuck-carrier-time*))
+(define-load-time-global *stuck-carrier-time* 1/100
+  "After how many seconds without a switch a carrier counts as stuck: a positive real of at most
+3600, by default 1/100, or NIL if none ever does. A thread that has had no processor because others
+had it is not stuck. A global variable: it can be set and not be bound.")
+
+(declaim (type (integer 1 128) *spare-carrier-limit*))
+(define-load-time-global *spare-carrier-limit* 64
+  "The most threads that a group has besides as many carriers as it was started with, an integer
+from 1 to 128, by default 64. If as many carriers are stuck, others that get stuck keep their work
+until they are back. A global variable: it can be set and not be bound.")
+
+;;;; spares
+
+(defun count-used (places)
+  (declare (simple-vector places))
+  (count-if-not (lambda (object) (eql object 0)) places))
+
+(defun starting-spare-p (carrier)
+  (and (= (carrier-context carrier) 0) (null (carrier-scheduler carrier))))
+
+(defun need-spare-p (group)
+  "Are there not more spares, those that are being started included, than schedulers that want one?"
+  (let ((carriers (fiber-group-carriers group)))
+    (and (<= (+ (count-used (fiber-group-spares group))
+                (count-if #'starting-spare-p carriers))
+             (count-used (fiber-group-orphans group)))
+         (< (length carriers)
+            (+ *spare-carrier-limit* (length (fiber-group-schedulers group)))))))
+
+;;; If the kernel has no thread for the group now, it may have one at the next look.
+(defun start-spare-if-needed (group)
+  (when (need-spare-p group)
+    (ignore-errors (start-carrier group nil))))
+
+(defun spare-coming-p (group)
+  "Will a scheduler that is given away find a spare?"
+  (start-spare-if-needed group)
+  (not (need-spare-p group)))
+
+;;;; spares that are not needed any more
+
+;;; That is a second, as a rule: threads that are needed again and again are not made each time.
+(defconstant +looks-before-retiring+ 100)
+
+;;; A fiber gets a carrier as its home, and ceases to have it, only while it runs there. So no fiber
+;;; will return to a carrier that idles and is the home of none; and once a spare is in no place any
+;;; more it cannot run a fiber, and its count does not change.
+(defun home-of-none-p (carrier)
+  (= 0 (carrier-guests (truly-the carrier carrier))))
+
+(defun take-homeless-spare (group)
+  (let ((places (fiber-group-spares group)))
+    (dotimes (i (length places))
+      (let ((spare (svref places i)))
+        (when (and (not (eql spare 0))
+                   (home-of-none-p spare)
+                   (eq (cas (svref places i) spare 0) spare))
+          (return spare))))))
+
+(defun retire-spare (group)
+  "Let a spare of GROUP end. Return false if each is the home of some fiber."
+  (let ((spare (take-homeless-spare group)))
+    (when spare
+      (let ((spare (truly-the carrier spare)))
+        (cond ((home-of-none-p spare)
+               (end-spare group spare))
+              (t ; it has served since it was looked at
+               (put-spare-back group spare)
+               (place-orphans group))))
+      t)))
+
+(defun end-spare (group spare)
+  (incf (fiber-group-past-epochs group) (carrier-epoch spare))
+  (setf (fiber-group-carriers group) (remove spare (fiber-group-carriers group))
+        (fiber-group-retired group)
+        (cons (carrier-thread spare)
+              (delete-if-not #'sb-thread:thread-alive-p (fiber-group-retired group)))
+        (carrier-spare spare) :retired)
+  (wake-carrier spare))
+
+(defun retire-spare-if-quiet (group)
+  "If GROUP has more spares than it needs, and nothing has been stuck for some time, let one end.
+Return true if there is more to do."
+  (and (> (count-used (fiber-group-spares group)) (length (fiber-group-schedulers group)))
+       (or (< (incf (fiber-group-quiet-looks group)) +looks-before-retiring+)
+           (retire-spare group))))
+
+;;;; taking a scheduler away
+
+(defun %barrier-everywhere ()
+  (alien-funcall (extern-alien "fiber_barrier_everywhere" (function int))))
+
+(defun await-end-of-use (group carrier scheduler)
+  (let ((epoch (carrier-epoch carrier)))
+    (loop until (or (evenp epoch)
+                    (/= epoch (carrier-epoch carrier))
+                    (carrier-spare carrier)
+                    (eq (fiber-group-state group) :stopped))
+          do (wake-poller (scheduler-poller scheduler))
+             (spin-for-tiny-lock))))
+
+(defun take-scheduler-away (group carrier)
+  "Let a spare of GROUP serve the scheduler of CARRIER, whatever CARRIER is doing."
+  (let ((scheduler (detach-scheduler carrier)))
+    (when scheduler
+      (%barrier-everywhere)
+      (await-end-of-use group carrier scheduler)
+      (pass-scheduler-on group scheduler))))
+
+;;;; sleeping
+
+(defun sleep-as-monitor (group nanoseconds)
+  "Sleep until the monitor of GROUP is woken, for NANOSECONDS at most if that is not NIL,
+or until a signal comes."
+  (with-pinned-objects (group)
+    (if nanoseconds
+        (multiple-value-bind (seconds rest) (truncate nanoseconds 1000000000)
+          (wait-natively (fiber-group-monitor-wake-word-address group)
+                         0 seconds (ceiling rest 1000)))
+        (wait-natively (fiber-group-monitor-wake-word-address group) 0 -1 0))))
+
+;;;; what is stuck
+
+(defun thread-time (carrier)
+  "Nanoseconds for which the thread of CARRIER has had a processor."
+  (alien-funcall (extern-alien "fiber_thread_time" (function (signed 62) int))
+                 (sb-thread:thread-os-tid (carrier-thread carrier))))
+
+(defun waits-in-kernel-p (carrier)
+  (= 1 (alien-funcall (extern-alien "fiber_thread_waits" (function int int))
+                      (sb-thread:thread-os-tid (carrier-thread carrier)))))
+
+;;; After a collection some threads are still about to be released when others, the monitor among
+;;; them, run already. This is not NANOSLEEP, for which the kernel begins to count again, with its
+;;; slack, after each signal of the collector: that may be for ever.
+(defun keeps-waiting-p (group carrier epoch)
+  (let ((until (nanoseconds-from-now 500000)))
+    (and (waits-in-kernel-p carrier)
+         (progn (sleep-as-monitor group 500000)
+                (deadline-passed-p until))
+         (waits-in-kernel-p carrier)
+         (= epoch (carrier-epoch carrier)))))
+
+(defun stuck-p (group carrier now period)
+  "Has CARRIER run the same fiber for PERIOD, and does it have a scheduler? A thread that has only
+had no processor is not stuck."
+  (let ((epoch (carrier-epoch carrier)))
+    (cond ((or (oddp epoch) (null (carrier-scheduler carrier)))
+           (setf (carrier-seen-epoch carrier) 1)
+           nil)
+          ((/= epoch (carrier-seen-epoch carrier))
+           (setf (carrier-seen-epoch carrier) epoch
+                 (carrier-seen-since carrier) now
+                 (carrier-seen-time carrier) (thread-time carrier))
+           nil)
+          ((< (- now (carrier-seen-since carrier)) period) nil)
+          (t (or (keeps-waiting-p group carrier epoch)
+                 (>= (- (thread-time carrier) (carrier-seen-time carrier)) (ash period -1)))))))
+
+(defun look-at-carriers (group period)
+  (let ((now (fiber-now)))
+    (dolist (carrier (fiber-group-carriers group))
+      (when (stuck-p group carrier now period)
+        (relieve group carrier (carrier-seen-epoch carrier) period)))))
+
+(defun relieve (group carrier epoch period)
+  "CARRIER is stuck in EPOCH: let a spare serve its scheduler. If there is no spare CARRIER keeps
+it, and may have it back sooner."
+  (let ((known (= epoch (carrier-stuck-epoch carrier))))
+    (unless known
+      (setf (carrier-stuck-epoch carrier) epoch
+            (fiber-group-quiet-looks group) 0)
+      (incf (fiber-group-stuck group)))
+    (when (spare-coming-p group)
+      (take-scheduler-away group carrier))
+    (unless known
+      (report-stuck carrier epoch period))))
+
+;;;; telling the user
+
+;;; Contexts are never unmapped; but the fiber that is found may have left CARRIER just now, or be
+;;; another one that has got its stack.
+(defun fiber-on (carrier)
+  "The fiber that CARRIER runs, or NIL. May be called by any thread."
+  (let ((fiber (sb-thread::with-tls-lock ((carrier-thread carrier) thread)
+                 (let ((context (if (= thread 0)
+                                    0
+                                    (sap-ref-word (int-sap thread)
+                                                  (ash sb-vm::thread-fiber-context-slot
+                                                       sb-vm:word-shift)))))
+                   (and (/= context 0)
+                        (fiber-at (context-word (int-sap context) index)))))))
+    (and fiber (eq (fiber-carrier fiber) carrier) fiber)))
+
+;;; A warning is printed by a thread of the pool: the stream's lock may belong to the fiber that is
+;;; stuck. An error is signalled in the fiber, where that can be interrupted. If the pool gets no
+;;; thread the warning waits.
+(defun report-stuck (carrier epoch period)
+  (let* ((action *blocked-carrier-action*)
+         (fiber (and action (fiber-on carrier))))
+    (when (and fiber (= epoch (carrier-epoch carrier)))
+      (let ((control "~@<~S has kept its carrier for more than ~D ms.~:@>")
+            (time (ceiling period 1000000)))
+        (if (eq action :error)
+            (%interrupt-fiber fiber (lambda () (misuse fiber control fiber time)))
+            (ignore-errors (call-in-pool (lambda () (warn control fiber time)))))))))
+
+;;;; the monitor's thread
+
+(defun wake-monitor-if-asleep (group)
+  "Called by a carrier that is going to run fibers, if the monitor is asleep."
+  (when (= (cas (fiber-group-monitor-asleep group) 1 0) 1)
+    (wake-monitor group)))
+
+(defun all-idle-p (group)
+  (loop for scheduler across (fiber-group-schedulers group)
+        always (logbitp (poller-index (scheduler-poller scheduler)) (fiber-group-idle group))))
+
+(defun wait-for-wake-up (group nanoseconds)
+  (sleep-as-monitor group nanoseconds)
+  (setf (fiber-group-monitor-wake-word group) 0)
+  (barrier (:memory)))
+
+(defun doze (group period)
+  "Sleep for PERIOD, or until a carrier wakes if PERIOD is NIL, or all are asleep and no spares are
+to end."
+  (setf (fiber-group-monitor-asleep group) (if period 1 0))
+  (barrier (:memory))
+  (cond ((or (null period)
+             (and (not (retire-spare-if-quiet group)) (all-idle-p group)))
+         (wait-for-wake-up group nil)
+         (setf (fiber-group-monitor-asleep group) 0))
+        (t
+         (setf (fiber-group-monitor-asleep group) 0)
+         (wait-for-wake-up group period))))
+
+;;; Without membarrier(2), before Linux 4.14, no scheduler can be taken away.
+(defun look-period (supported)
+  (let ((time *stuck-carrier-time*))
+    (and supported time (seconds-to-nanoseconds time))))
+
+;;; Where the monitor does not look at carriers, a spare may still be wanted, for which the kernel
+;;; had no thread before.
+(defun time-until-attempt (group)
+  (and (need-spare-p group) 10000000))
+
+(defun run-monitor (group)
+  (let ((supported (= 0 (%barrier-everywhere))))
+    (loop until (eq (fiber-group-state group) :stopped)
+          do (let ((period (look-period supported)))
+               (start-spare-if-needed group)
+               (when period (look-at-carriers group period))
+               (doze group (or period (time-until-attempt group)))))))

@@ -1,0 +1,180 @@
+;;;; where a carrier looks for the next fiber, and how it sleeps when there is none
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; The order is: deadlines and reports of its own scheduler, the injector, its own queue; then what
+;;; others have queued. What is true when nobody is inside:
+;;;  - SEARCHING counts the carriers in SEARCH-ELSEWHERE;
+;;;  - a bit of IDLE is set only while that scheduler's carrier is in SLEEP-IN-POLLER, and cleared
+;;;    by it or by the thread that wakes it; SLEEP of its poller is not 0 meanwhile.
+;;; Why no wake-up is lost between them is told at the head of fiber.lisp.
+
+(declaim (inline half-room))
+(defun half-room (queue)
+  "Half of the free places of QUEUE, and at least one."
+  (max 1 (ash (truly-the fixnum (- run-queue-capacity (run-queue-length queue))) -1)))
+
+;;; What is left stays in the heap, whose nearest deadline then is past: TIME-TO-SLEEP is 0, and the
+;;; next look comes when what is queued has run, or sooner.
+(defun collect-expired (scheduler)
+  "Unpark the fibers of SCHEDULER whose deadlines have come, and interrupt those whose alarms have:
+the earliest first, and no more than half of what the queue has room for, but at least one."
+  (let ((heap (scheduler-deadlines scheduler)))
+    (when (/= (deadline-heap-nearest heap) most-positive-fixnum)
+      (let ((now (fiber-now)))
+        (loop repeat (half-room (scheduler-queue scheduler))
+              do (let ((entry (heap-take-expired heap now)))
+                   (cond ((null entry) (return))
+                         ((fiber-p entry) (unpark (truly-the fiber entry)))
+                         (t (ring-alarm (truly-the alarm entry))))))))))
+
+(defun ring-alarm (alarm)
+  (%interrupt-fiber (alarm-fiber alarm) (the function (alarm-function alarm))))
+
+(defun collect-reports (scheduler nanoseconds)
+  "Unpark the fibers of SCHEDULER whose descriptors are ready; wait for NANOSECONDS if none is."
+  ;; If possible no more than the queue has room for: a fiber that overflows to the injector loses
+  ;; its place to others, and its carrier.
+  (let* ((poller (scheduler-poller scheduler))
+         (events (poller-events poller))
+         (n (%poller-wait (poller-epoll poller) events
+                          (min (half-room (scheduler-queue scheduler)) events-per-wait)
+                          nanoseconds)))
+    (dotimes (i n)
+      (let ((data (sap-ref-word events (* i 16)))
+            (directions (ldb (byte 2 0) (sap-ref-word events (+ 8 (* i 16))))))
+        (unless (= data wakeup-data)
+          (multiple-value-bind (reader writer) (handle-report poller data directions)
+            (when reader (unpark reader))
+            (when writer (unpark writer))))))))
+
+(defun collect-injected (scheduler)
+  "Take some of what has come from outside, and leave the rest to others. Queue all but the first,
+and return that, or NIL if there is none."
+  (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
+         (queue (scheduler-queue scheduler))
+         (first (injector-take (fiber-group-injector group) (half-room queue))))
+    (when first
+      (do-chain (fiber (shiftf (fiber-next (truly-the fiber first)) nil))
+        (run-queue-put queue fiber)))
+    first))
+
+(defun steal-work (scheduler)
+  (let* ((all (fiber-group-schedulers (truly-the fiber-group (scheduler-group scheduler))))
+         (n (length all))
+         (start (poller-index (scheduler-poller scheduler))))
+    (dotimes (i n)
+      (let ((victim (truly-the scheduler (svref all (rem (+ start i 1) n)))))
+        (unless (eq victim scheduler)
+          (let ((fiber (run-queue-steal (scheduler-queue victim) (scheduler-queue scheduler))))
+            (when fiber
+              (setf (scheduler-steals scheduler)
+                    (truly-the fixnum (1+ (scheduler-steals scheduler))))
+              (return fiber))))))))
+
+(defun look-around (scheduler)
+  "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or
+NIL."
+  (setf (scheduler-ticks scheduler) 0
+        (scheduler-next-reading scheduler) 1
+        (scheduler-looked scheduler) (%cycle-count))
+  (collect-expired scheduler)
+  (collect-reports scheduler 0)
+  (let ((group (truly-the fiber-group (scheduler-group scheduler))))
+    (or (and (injector-first (fiber-group-injector group))
+             (if (migration-forced-p group)
+                 (take-migrant group)
+                 (collect-injected scheduler)))
+        (run-queue-take (scheduler-queue scheduler)))))
+
+(declaim (inline enough-search-p))
+(defun enough-search-p (group)
+  "True if, with one more, over half of the carriers of GROUP that are awake would search: these
+would take processors from carriers that work."
+  (declare (fiber-group group))
+  (> (* 2 (1+ (fiber-group-searching group)))
+     (- (length (fiber-group-schedulers group)) (logcount (fiber-group-idle group)))))
+
+(defun search-elsewhere (scheduler group)
+  "Steal for SCHEDULER, which has nothing to do. While one searches no other needs to be woken."
+  (atomic-incf (fiber-group-searching group))
+  (let ((fiber (loop repeat 4
+                     do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))
+                          (when fiber (return fiber)))
+                        (loop repeat 50 do (spin-loop-hint)))))
+    (atomic-decf (fiber-group-searching group))
+    (when fiber (call-for-help group))
+    fiber))
+
+(defun search-for-work (scheduler)
+  "Return a fiber for SCHEDULER to run, or NIL."
+  (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
+         (found (look-around scheduler)))
+    (cond (found
+           ;; Other carriers may have looked while what is queued now was between two queues.
+           (when (> (run-queue-length (scheduler-queue scheduler)) 0) (call-for-help group))
+           found)
+          ((enough-search-p group) nil)
+          (t (search-elsewhere scheduler group)))))
+
+(defun time-to-sleep (scheduler)
+  "Nanoseconds until the nearest deadline of SCHEDULER, or -1."
+  (let ((nearest (deadline-heap-nearest (scheduler-deadlines scheduler))))
+    (if (= nearest most-positive-fixnum)
+        -1
+        (max 0 (- nearest (fiber-now))))))
+
+(defun enter-idle (group bit)
+  (loop (let ((idle (fiber-group-idle group)))
+          (when (eq (cas (fiber-group-idle group) idle (logior idle bit)) idle) (return)))))
+
+(defun leave-idle (group bit)
+  (loop (let ((idle (fiber-group-idle group)))
+          (when (eq (cas (fiber-group-idle group) idle (logandc2 idle bit)) idle) (return)))))
+
+(defun injected-for-p (carrier scheduler group)
+  "Is there something in the injector of GROUP for CARRIER, or for another one that it can wake?"
+  (declare (fiber-group group))
+  (let ((injector (fiber-group-injector group)))
+    (and (injector-first injector)
+         (or (not (migration-forced-p group))
+             (injector-has-migrant-p injector carrier)
+             (/= 0 (logandc2 (fiber-group-idle group)
+                             (ash 1 (poller-index (scheduler-poller scheduler)))))))))
+
+(declaim (inline handlers-wait-p))
+(defun handlers-wait-p ()
+  "Is there something that this OS thread is to call as a thread?"
+  (or *interrupt-pending* (sb-thread::thread-interruptions *current-thread*)))
+
+(defun something-to-do-p (carrier scheduler)
+  (let ((group (truly-the fiber-group (scheduler-group scheduler))))
+    (or (carrier-inbox carrier)
+        (injected-for-p carrier scheduler group)
+        (eq (fiber-group-state group) :stopped)
+        (handlers-wait-p)
+        (loop for other across (fiber-group-schedulers group)
+              thereis (> (run-queue-length (scheduler-queue (truly-the scheduler other))) 0)))))
+
+(defun sleep-in-poller (carrier scheduler)
+  "Sleep until there is something to do."
+  (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
+         (poller (scheduler-poller scheduler))
+         (bit (ash 1 (poller-index poller))))
+    (run-queue-forget (scheduler-queue scheduler))
+    (setf (poller-sleep poller) 1)
+    (enter-idle group bit)              ; a full barrier, see the head of fiber.lisp
+    (collect-reports scheduler
+                     (if (something-to-do-p carrier scheduler) 0 (time-to-sleep scheduler)))
+    (leave-idle group bit)              ; a full barrier, see DOZE
+    (setf (poller-sleep poller) 0)
+    (unless (= (fiber-group-monitor-asleep group) 0) (wake-monitor-if-asleep group))))

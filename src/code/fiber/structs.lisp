@@ -1,0 +1,104 @@
+;;;; the FIBER structure, which must be known when the thread functions are compiled
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; A fiber is a thread to all code that asks: it is *CURRENT-THREAD* while it runs. Slots
+;;; of THREAD that name an OS thread have these values in a fiber:
+;;;  - PRIMITIVE-THREAD, which tells the living from the dead, holds the address of its
+;;;    FIBER-CONTEXT, never that of a thread structure;
+;;;  - OS-THREAD is 0: no signal can be sent to a fiber;
+;;;  - OS-TID is 2^31 plus the index of its stack, unique among the living and greater than
+;;;    any thread's, which is all that condition variables and RWLOCKs ask of it;
+;;;  - SEMAPHORE is NIL: threads that wait for its end wait on the word ENDED;
+;;;  - STORAGE-LOCK is one for all fibers.
+(sb-xc:defstruct (fiber (:include sb-thread:thread)
+                        (:copier nil)
+                        (:constructor %make-fiber (%name storage-lock function stack-size
+                                                   initial-bindings)))
+  "A thread of control that carrier threads run in turn, a subtype of SB-THREAD:THREAD. Made by
+MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
+  ;; What happens next in the life of the fiber; changed by compare-and-swap only.
+  ;; The table is in fiber.lisp.
+  (phase 0 :type sb-vm:word)
+  ;; The address of its FIBER-CONTEXT, from its submission until its stack is free.
+  (context 0 :type sb-vm:word)
+  ;; 1 once it has ended
+  (ended 0 :type sb-vm:word)
+  (function nil :type (or null function))
+  (stack-size 0 :type sb-vm:word :read-only t)
+  (initial-bindings nil :type list)
+  (group nil)
+  ;; The carrier that runs it, or NIL. Written by that carrier.
+  (carrier nil)
+  ;; The carrier that must run it next, since it parked pinned, or NIL.
+  (home nil)
+  ;; The carrier that ran it last, if migration is forced.
+  (last-carrier nil)
+  (pin-count 0 :type fixnum)
+  ;; True once its group, or the fiber that runs it, has asked it to end.
+  (aborted nil)
+  ;; What it waits for while it is parked, see WHAT-IT-WAITS-FOR.
+  (wait-reason nil)
+  ;; The cycle count when it was last left, or a few switches before.
+  (left 0 :type sb-vm:word)
+  ;; NEXT is the link of the chains of fibers that can run: an injector, an inbox. WAIT-NEXT is
+  ;; that of the chains of waiters. They are two, since a deadline makes a fiber runnable that is
+  ;; still in a chain of waiters, from which it takes itself out when it runs.
+  (next nil)
+  (wait-next nil)
+  ;; Its place in a deadline heap (-1: in none), and which heap that is.
+  (heap-index -1 :type fixnum)
+  (heap nil)
+  ;; The word that it waits on in the parking lot, 0 once it has been taken out; the links of the
+  ;; queue of that word: see fiber/parking.lisp. How it waits for a mutex: see fiber/mutex.lisp.
+  (wait-address 0 :type sb-vm:word)
+  (wait-previous nil)
+  (wait-word nil)
+  (wait-claim nil)
+  ;; How a wait for a descriptor ended, see fiber/waiter-map.lisp.
+  (wait-result nil)
+  ;; 1 if FIBER-UNPARK has been called since FIBER-PARK last returned
+  (user-permit 0 :type sb-vm:word)
+  ;; The condition that ended it, if it ended abnormally.
+  (failure nil))
+
+(declaim (sb-ext:freeze-type fiber sb-thread:thread))
+
+;;; What the running fiber is going to wait for, if that is made of what it then waits for in the
+;;; parking lot, as a semaphore is made of a condition variable: what was bound first is what its
+;;; user knows. It is bound only where there has been something to wait for: so nothing is kept
+;;; alive by it, and no fast path is longer.
+#-sb-xc-host
+(sb-impl:define-thread-local *waited-for* nil)
+
+#-sb-xc-host
+(defmacro waiting-for (object &body body)
+  "Execute BODY, which waits for OBJECT: a fiber that parks in it shows that as its reason."
+  `(let ((*waited-for* (or *waited-for* ,object))) ,@body))
+
+;;; The carrier that the current OS thread is, or NIL. No fiber binds it, so it stays with the OS
+;;; thread when a fiber goes elsewhere.
+#-sb-xc-host
+(sb-impl:define-thread-local *carrier* nil)
+
+;;;; closing a descriptor, see fiber/io.lisp
+
+;;; A thread that was unwound in between would leave a file that is open, and whose users have been
+;;; told that it is closed.
+#-sb-xc-host
+(defmacro closing-descriptor ((fd) &body close)
+  "The values of CLOSE, a system call that closes FD: fibers that use it are told."
+  (with-unique-names (mark)
+    `(without-interrupts
+       (let ((,mark (note-close ,fd)))
+         (multiple-value-prog1 (progn ,@close)
+           (note-closed ,fd ,mark))))))
