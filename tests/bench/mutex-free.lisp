@@ -1,4 +1,5 @@
-;;;; what a mutex costs that nobody else wants: in a fiber, in a thread, without the fork; see run.sh
+;;;; what a mutex costs that nobody else wants: in a fiber, in a thread, without the fork; see
+;;;; run.sh
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.

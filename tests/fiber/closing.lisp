@@ -37,7 +37,8 @@
         (let ((readers (loop repeat 5
                              collect (spawn (group)
                                        (handler-case (progn (sb-sys:wait-until-fd-usable
-                                                             (socket-file-descriptor a) :input nil nil)
+                                                             (socket-file-descriptor a)
+                                                             :input nil nil)
                                                             :usable)
                                          (error () :error))))))
           (mapc #'wait-until-parked readers)
@@ -63,7 +64,7 @@
             (is (eql reader (join fiber))))
           (mapc #'sb-unix:unix-close (list reader writer other-reader other-writer)))))))
 
-;;; Prevents: one who begins to wait between NOTE-CLOSE and the close waiting for ever.
+;;; Prevents: a fiber that begins to wait between NOTE-CLOSE and the close, and waits for ever.
 (test closed-just-after-a-fiber-began-to-wait
   (on-carriers (n)
     (with-group (group n)
@@ -73,35 +74,16 @@
                        (spawn (group)
                          (handler-case (sb-sys:wait-until-fd-usable reader :input)
                            (error (condition) (descriptor-closed-descriptor condition)))))))
-          (sb-alien:alien-funcall (sb-alien:extern-alien "close" (function sb-alien:int sb-alien:int))
+          (sb-alien:alien-funcall (sb-alien:extern-alien "close"
+                                                         (function sb-alien:int sb-alien:int))
                                   reader)
           (sb-fiber::note-closed reader mark)
           (is (eql reader (join fiber))))
         (sb-unix:unix-close writer)))))
 
-;;; Sets of more than 1,024 descriptors, as USOCKET makes them.
-(test select-of-large-numbers
-  (let ((fillers (loop repeat 1100 collect (sb-unix:unix-dup 0))))
-    (unwind-protect
-         (on-carriers (n)
-           (with-group (group n)
-             (with-sockets (a b)
-               (let ((fd (socket-file-descriptor a)))
-                 (is (< 1024 fd))
-                 (flet ((readable-p (seconds)
-                          (sb-alien:with-alien ((fds (sb-alien:struct sb-unix:fd-set)))
-                            (sb-unix:fd-zero fds)
-                            (sb-unix:fd-set fd fds)
-                            (sb-unix:unix-fast-select (1+ fd) (sb-alien:addr fds) nil nil seconds 0)
-                            (sb-unix:fd-isset fd fds))))
-                   (is (eq nil (join (spawn (group) (readable-p 0)))))
-                   (let ((fiber (wait-until-parked (spawn (group) (readable-p 3600)))))
-                     (socket-send b (octets 1) 1)
-                     (is (eq t (join fiber)))))))))
-      (mapc #'sb-unix:unix-close fillers))))
-
-;;; The number of a closed descriptor is given to the next one that is opened. Prevents: a report for the old
-;;; file that wakes who waits for the new one; one for the new one that is dropped as late.
+;;; The number of a closed descriptor is given to the next one that is opened. Prevents: a report
+;;; for the old file that wakes the fiber that waits for the new one; one for the new one that is
+;;; dropped as late.
 (test number-used-again
   (on-carriers (n)
     (with-group (group n)
@@ -110,7 +92,8 @@
                  collect (multiple-value-bind (in out) (sb-posix:pipe)
                            (let ((duplicate (sb-posix:dup in))
                                  (old (spawn (group)
-                                        (handler-case (sb-sys:wait-until-fd-usable in :input nil nil)
+                                        (handler-case (sb-sys:wait-until-fd-usable in
+                                                                                   :input nil nil)
                                           (error () :closed)))))
                              (wait-until-parked old)
                              (sb-unix:unix-close in)
@@ -126,7 +109,8 @@
                                  (prog1 (and (= in in-2)
                                              (eq :closed (join old))
                                              (join new))
-                                   (mapc #'sb-unix:unix-close (list out duplicate in-2 out-2)))))))))))))
+                                   (mapc #'sb-unix:unix-close
+                                         (list out duplicate in-2 out-2)))))))))))))
 
 (test numbers-used-again-at-random
   (on-carriers (n)

@@ -1,4 +1,4 @@
-;;;; Deadlocks are found, and nobody waits for ever who is not in one
+;;;; Deadlocks are found, and nothing waits for ever that is not in one
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -22,7 +22,8 @@
       (sb-thread:thread-deadlock (condition) condition))))
 
 (defun deadlock-in-circle (carrier-count n-fibers n-threads)
-  "Let each of some fibers and threads hold a mutex and want the next one's. Return what became of them."
+  "Let each of some fibers and threads hold a mutex and want the next one's. Return what became of
+them."
   (let* ((n (+ n-fibers n-threads))
          (mutexes (coerce (loop for i below n collect (make-mutex :name (format nil "~D" i)))
                           'simple-vector))
@@ -51,7 +52,7 @@
     (multiple-value-call #'check-deadlock (deadlock-in-circle n 1 1))
     (multiple-value-call #'check-deadlock (deadlock-in-circle n 2 2))))
 
-;;; Two who are mounted at the same time, each on a carrier of its own.
+;;; Two fibers that are mounted at the same time, each on a carrier of its own.
 (test deadlock-of-running-fibers
   (let ((a (make-mutex)) (b (make-mutex)) (here (list 0)))
     (flet ((take (first second)
@@ -78,8 +79,8 @@
             (with-mutex (second :timeout 1/1000) t)))
     (sb-thread:thread-deadlock () :deadlock)))
 
-;;; One who waits with a time-out will give up: that is no deadlock. What he waits for is in a cons
-;;; on his stack; others follow the chain of waiters meanwhile, and must not look into it.
+;;; A fiber that waits with a time-out will give up: that is no deadlock. What it waits for is in a
+;;; cons on its stack; others follow the chain of waiters meanwhile, and must not look into it.
 (test no-deadlock-with-a-time-out
   (nobody-left
     (on-carriers (n)
@@ -95,51 +96,8 @@
 
 ;;;; Nobody waits for ever
 
-;;; Prevents: that the fiber which has just released the mutex always takes it before the one that was
-;;; woken. It holds the mutex whenever it parks.
-(test a-greedy-fiber
-  (on-carriers (n)
-    (let ((mutex (make-mutex)) (others 0))
-      (is (equal '(t t t t)
-                 (in-fibers n 4
-                            (lambda (i)
-                              (cond ((= i 0)
-                                     (loop until (= others 3)
-                                           do (with-mutex (mutex) (fiber-yield)))
-                                     t)
-                                    (t (loop repeat 20 do (fiber-yield))
-                                       (with-mutex (mutex) (incf others))
-                                       t)))))))))
-
-(test a-greedy-thread
-  (on-carriers (n)
-    (let ((mutex (make-mutex)) (others 0))
-      (is (equal '(t t t t)
-                 (mixed n 3 1
-                        (lambda (i)
-                          (cond ((= i 3)
-                                 (loop until (= others 3)
-                                       do (with-mutex (mutex) (thread-yield)))
-                                 t)
-                                (t (loop repeat 20 do (fiber-yield))
-                                   (with-mutex (mutex) (incf others))
-                                   t)))))))))
-
-;;; Each takes its turn though all want it always: nobody is overtaken again and again.
-(test greedy-fibers
-  (on-carriers (n)
-    (let ((mutex (make-mutex)) (turns (make-array 10 :initial-element 0)))
-      (is (equal (make-list 10 :initial-element t)
-                 (in-fibers n 10
-                            (lambda (i)
-                              (loop until (every (lambda (turns) (>= turns 3)) turns)
-                                    do (with-mutex (mutex)
-                                         (incf (svref turns i))
-                                         (thread-yield)))
-                              t)))))))
-
-;;; As many waiters as there are connections of a server. Prevents: waking, entering and leaving that
-;;; get slower with each waiter.
+;;; As many waiters as there are connections of a server. Prevents: waking, entering and leaving
+;;; that get slower with each waiter.
 (test many-waiters-of-one-queue
   (nobody-left
     (on-carriers (n :counts '(1 2) :migration '(nil))
@@ -162,9 +120,10 @@
   (nobody-left
     (on-carriers (n :counts '(1 2) :migration '(nil))
       (let ((semaphore (make-semaphore)))
-        (is (= 5000 (count nil (in-fibers n 5000
-                                          (lambda (i)
-                                            (wait-on-semaphore semaphore
-                                                               :timeout (/ (1+ (mod i 100)) 500)))))))
+        (is (= 5000
+               (count nil (in-fibers n 5000
+                                     (lambda (i)
+                                       (wait-on-semaphore semaphore
+                                                          :timeout (/ (1+ (mod i 100)) 500)))))))
         (is (= 0 (semaphore-count semaphore)))
         (is (= 0 (sb-thread::semaphore-waitcount semaphore)))))))

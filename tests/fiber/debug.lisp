@@ -1,4 +1,4 @@
-;;;; The debugger in fibers, driven through pipes: fiber-debug.lisp
+;;;; The debugger in fibers, driven through pipes: fiber/debug.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -13,17 +13,20 @@
 
 (defclass child ()
   ((process :initarg :process :reader child-process)
-   (said :initform (make-array 0 :adjustable t :fill-pointer t :element-type 'character) :reader child-said)))
+   (said :initform (make-array 0 :adjustable t :fill-pointer t :element-type 'character)
+         :reader child-said)))
 
 (defun start-child (&rest forms)
   "Start a Lisp with the debugger enabled that evaluates FORMS."
   (make-instance
    'child
    :process (sb-ext:run-program "timeout"
-                                (list* "--foreground" "60" (sb-ext:native-namestring sb-ext:*runtime-pathname*)
+                                (list* "--foreground" "60"
+                                       (sb-ext:native-namestring sb-ext:*runtime-pathname*)
                                        "--core" (sb-ext:native-namestring sb-ext:*core-pathname*)
                                        "--noinform" "--disable-ldb" "--no-sysinit" "--no-userinit"
-                                       "--eval" *child-package* "--eval" "(in-package \"SB-FIBER-TESTS\")"
+                                       "--eval" *child-package* "--eval"
+                                       "(in-package \"SB-FIBER-TESTS\")"
                                        (loop for form in forms
                                              collect "--eval" collect (printed form)))
                                 :search t :wait nil
@@ -59,29 +62,37 @@
 (defmacro is-heard (child text)
   `(is (heard ,child ,text) "~S has not been printed; this has:~%~A" ,text (child-said ,child)))
 
-;;; One carrier: prevents a debugger that blocks it, a queue for the foreground that is not served, restarts
-;;; that end the wrong fiber.
+;;; One carrier: prevents a debugger that blocks it, a queue for the foreground that is not served,
+;;; restarts that end the wrong fiber.
 (test debugger
   (with-child (child
                '(defvar *ticks* 0)
-               '(defvar *group* (start-fibers (make-fiber (lambda () (loop (sleep 1/1000) (incf *ticks*))))
-                                 :carrier-count 1))
+               '(defvar *group*
+                  (start-fibers (make-fiber (lambda () (loop (sleep 1/1000) (incf *ticks*))))
+                   :carrier-count 1))
                '(defun failing-fiber (name function)
                  (submit-fiber *group* (make-fiber (lambda ()
                                                      (restart-case (funcall function)
-                                                       (take-it () :report "Take it." (list :taken name))))
+                                                       (take-it ()
+                                                         :report "Take it."
+                                                         (list :taken name))))
                                                    :name name)))
                '(defvar *errors* (list (failing-fiber "one" (lambda () (error "oops")))))
                ;; Each is in the queue for the foreground before the next comes.
                '(flet ((next (name function)
                         (let ((n (length (sb-thread::interactive-threads))))
                           (push (failing-fiber name function) *errors*)
-                          (loop until (> (length (sb-thread::interactive-threads)) n) do (sleep 1/1000)))))
+                          (loop until (> (length (sb-thread::interactive-threads)) n)
+                                do (sleep 1/1000)))))
                  (loop until (cdr (sb-thread::interactive-threads)) do (sleep 1/1000))
                  (next "two" (lambda () (car (eval 1))))
-                 (next "three" (lambda () (handler-bind ((error (lambda (c) (invoke-debugger c)))) (error "again")))))
+                 (next "three"
+                       (lambda ()
+                         (handler-bind ((error (lambda (c) (invoke-debugger c))))
+                           (error "again")))))
                '(sb-thread:release-foreground)
-               '(print (mapcar (lambda (fiber) (multiple-value-list (fiber-join fiber :default :none)))
+               '(print (mapcar (lambda (fiber)
+                                 (multiple-value-list (fiber-join fiber :default :none)))
                         (reverse *errors*)))
                '(sb-thread::get-foreground)
                '(print (cons :queue (length (sb-thread::interactive-threads))))
@@ -91,7 +102,9 @@
     (is-heard child "0: [TAKE-IT")
     (is-heard child "0] ")
     ;; Others go on while the user types.
-    (say child "(let ((old *ticks*)) (sleep 1/10) (list :in (sb-thread:thread-name sb-thread:*current-thread*) (> *ticks* old)))")
+    (say child "(let ((old *ticks*))
+                  (sleep 1/10)
+                  (list :in (sb-thread:thread-name sb-thread:*current-thread*) (> *ticks* old)))")
     (is-heard child "(:IN \"one\" T)")
     (say child "(error \"nested\")")
     (is-heard child "0[2] ")
@@ -112,20 +125,25 @@
     (is-heard child "(:QUEUE . 1)")
     (is (= 7 (end-of child)))))
 
-;;; Prevents: a user who has to leave the debugger thirty times; a report that is far above what it is about.
+;;; Prevents: a user who has to leave the debugger thirty times; a report that is far above what it
+;;; is about.
 (test many-in-the-debugger
   (with-child (child
                '(defvar *group* (start-fibers nil :carrier-count 2))
                '(defun fail-as (i) (error "oops number ~D" i))
-               '(defvar *fibers* (loop for i below 30
-                                       collect (let ((i i))
-                                                 (submit-fiber *group* (make-fiber (lambda () (fail-as i))
-                                                                        :name (format nil "failing ~D" i))))))
+               '(defvar *fibers*
+                  (loop for i below 30
+                        collect (let ((i i))
+                                  (submit-fiber *group*
+                                                (make-fiber (lambda () (fail-as i))
+                                                 :name (format nil "failing ~D" i))))))
                '(loop until (= 31 (length (sb-thread::interactive-threads))) do (sleep 1/1000))
                '(print (count '(:parked :debugger) *fibers* :test #'equal
                         :key (lambda (fiber) (multiple-value-list (fiber-state fiber)))))
                '(sb-thread:release-foreground)
-               '(print (count-if (lambda (fiber) (eq :abort (nth-value 1 (fiber-join fiber :default nil)))) *fibers*))
+               '(print (count-if (lambda (fiber)
+                                   (eq :abort (nth-value 1 (fiber-join fiber :default nil))))
+                                 *fibers*))
                '(sb-thread::get-foreground)
                '(print (cons :queue (length (sb-thread::interactive-threads))))
                '(terpri)
@@ -151,7 +169,11 @@
   (with-child (child
                '(defvar *group* (start-fibers nil :carrier-count 1))
                '(defun fail-in-the-call () (error "oops"))
-               '(defvar *fiber* (submit-fiber *group* (make-fiber (lambda () (call-blocking (lambda () (list (fail-in-the-call))))))))
+               '(defvar *fiber*
+                  (submit-fiber *group*
+                                (make-fiber (lambda ()
+                                              (call-blocking (lambda ()
+                                                               (list (fail-in-the-call))))))))
                '(loop until (= 2 (length (sb-thread::interactive-threads))) do (sleep 1/1000))
                '(sb-thread:release-foreground)
                '(print (multiple-value-list (fiber-join *fiber* :default :none)))
@@ -167,14 +189,19 @@
 (test foreground-of-the-dead
   (with-child (child
                '(defvar *group* (start-fibers nil :carrier-count 2))
-               '(defvar *fibers* (loop repeat 3
-                                       collect (submit-fiber *group* (make-fiber (lambda () (error "oops"))))))
+               '(defvar *fibers*
+                  (loop repeat 3
+                        collect (submit-fiber *group*
+                                              (make-fiber (lambda () (error "oops"))))))
                '(loop until (= 4 (length (sb-thread::interactive-threads))) do (sleep 1/1000))
                '(mapc #'terminate-fiber *fibers*)
-               '(print (mapcar (lambda (fiber) (multiple-value-list (fiber-join fiber :default :none))) *fibers*))
+               '(print (mapcar (lambda (fiber)
+                                 (multiple-value-list (fiber-join fiber :default :none)))
+                               *fibers*))
                '(print (length (sb-thread::interactive-threads)))
                ;; One that ends with the foreground.
-               '(defvar *last* (submit-fiber *group* (make-fiber (lambda () (sb-thread::get-foreground) 5))))
+               '(defvar *last*
+                  (submit-fiber *group* (make-fiber (lambda () (sb-thread::get-foreground) 5))))
                '(sb-thread:release-foreground)
                '(print (fiber-join *last*))
                '(sb-thread::get-foreground)
@@ -191,20 +218,22 @@
   ;; timeout(1) passes it on, once where it is told --foreground.
   (sb-ext:process-kill (child-process child) sb-unix:sigint))
 
-;;; Ctrl-C goes to whom the terminal belongs to.
+;;; Ctrl-C goes to the thread that the terminal belongs to.
 (test ctrl-c
   (with-child (child
                '(defvar *group* (start-fibers nil :carrier-count 1))
                '(defun in-foreground (function)
-                 (let ((fiber (submit-fiber *group*
-                               (make-fiber (lambda ()
-                                             (sb-thread::get-foreground)
-                                             (unwind-protect
-                                                  (handler-case (funcall function)
-                                                    (sb-sys:interactive-interrupt (condition)
-                                                      (princ-to-string condition)
-                                                      (list :interrupted (fiber-alive-p (current-fiber)))))
-                                               (sb-thread:release-foreground)))))))
+                 (let ((fiber
+                          (submit-fiber *group*
+                           (make-fiber (lambda ()
+                                         (sb-thread::get-foreground)
+                                         (unwind-protect
+                                              (handler-case (funcall function)
+                                                (sb-sys:interactive-interrupt (condition)
+                                                  (princ-to-string condition)
+                                                  (list :interrupted
+                                                        (fiber-alive-p (current-fiber)))))
+                                           (sb-thread:release-foreground)))))))
                    (sb-thread:release-foreground)
                    (prog1 (fiber-join fiber)
                      (sb-thread::get-foreground))))
@@ -214,7 +243,8 @@
                '(print (in-foreground (lambda () (error "oops"))))
                ;; Fibers are mounted, and the main thread has the foreground.
                '(defvar *stop* nil)
-               '(defvar *computing* (submit-fiber *group* (make-fiber (lambda () (loop until *stop*) :computed))))
+               '(defvar *computing*
+                  (submit-fiber *group* (make-fiber (lambda () (loop until *stop*) :computed))))
                '(print (handler-case (progn (print :now-2) (finish-output) (sleep 3600))
                         (sb-sys:interactive-interrupt () :interrupted)))
                '(setf *stop* t)
@@ -246,7 +276,9 @@
                '(defvar *cleaned* 0)
                '(defun endless ()
                  (make-fiber (lambda ()
-                               (unwind-protect (progn (print :now) (finish-output) (loop (sleep 1/1000)))
+                               (unwind-protect (progn (print :now)
+                                                      (finish-output)
+                                                      (loop (sleep 1/1000)))
                                  (sleep 1/100)
                                  (incf *cleaned*)))))
                '(with-simple-restart (go-on "Go on.") (run-fibers (endless) :carrier-count 1))
@@ -275,7 +307,8 @@
     (is-heard child "(:CLEANED 2 NIL NIL)")
     (is (= 7 (end-of child)))))
 
-;;; Prevents: a fiber that is lost with its cleanup forms because of what the user evaluates in the debugger.
+;;; Prevents: a fiber that is lost with its cleanup forms because of what the user evaluates in the
+;;; debugger.
 (test overflow-in-the-debugger
   (with-child (child
                '(defvar *cleaned* nil)
@@ -285,7 +318,8 @@
                                                                     (unwind-protect (recurse 1)
                                                                       (setf *cleaned* t))))))
                '(sb-thread:release-foreground)
-               '(print (list (multiple-value-list (fiber-join *fiber* :default :none)) :cleaned *cleaned*))
+               '(print (list (multiple-value-list (fiber-join *fiber* :default :none))
+                             :cleaned *cleaned*))
                '(sb-thread::get-foreground)
                '(terpri)
                '(sb-ext:exit :code 7))

@@ -13,7 +13,7 @@
 
 ;;;; Interruptions
 
-;;; Prevents: an interruption that ends the wait; one that is not seen by who parks.
+;;; Prevents: an interruption that ends the wait; one that the fiber that parks does not see.
 (test interruptions-return-to-the-wait
   (on-carriers (n)
     (with-held-mutex (mutex group :holder holder :carrier-count n)
@@ -68,14 +68,15 @@
   (when *may-leave* (throw 'out nil)))
 
 (defmacro noting-what-is-taken (form &body taken)
-  "Execute FORM, which waits for a semaphore with NOTIFICATION. Execute TAKEN if that has been decremented,
-also when FORM is left by a non-local exit."
+  "Execute FORM, which waits for a semaphore with NOTIFICATION. Execute TAKEN if that has been
+decremented, also when FORM is left by a non-local exit."
   `(let ((notification (sb-thread:make-semaphore-notification)))
      (sb-sys:without-interrupts
        (unwind-protect (sb-sys:with-local-interrupts ,form)
          (when (sb-thread:semaphore-notification-status notification) ,@taken)))))
 
-;;; Prevents: a wake-up that goes to one who leaves the wait, and wakes nobody then. Each is sent once.
+;;; Prevents: a wake-up that goes to a fiber that leaves the wait, and wakes no other then. Each is
+;;; sent once.
 (test exits-lose-no-wake-up
   (nobody-left
     (on-carriers (n)
@@ -142,7 +143,8 @@ also when FORM is left by a non-local exit."
              (sb-thread:interrupt-thread-error ()))
            (sleep 1/5000)))
 
-;;; Time-outs, wake-ups, interruptions and exits that meet. Prevents: each of them lost because of another.
+;;; Time-outs, wake-ups, interruptions and exits that meet. Prevents: each of them lost because of
+;;; another.
 (test everything-at-once
   (on-carriers (n)
     (let ((mutexes (coerce (loop repeat 5 collect (make-mutex)) 'vector))
@@ -157,9 +159,11 @@ also when FORM is left by a non-local exit."
                                                         (catch 'disturbed
                                                           (return
                                                             (if (= 0 (random 2 random))
-                                                                (lock-something mutexes inside random)
+                                                                (lock-something mutexes inside
+                                                                                random)
                                                                 (progn (wait-for-something
-                                                                        (aref mutexes 0) queue semaphore random)
+                                                                        (aref mutexes 0) queue
+                                                                        semaphore random)
                                                                        t))))
                                                         t))))))
                (disturber (make-thread #'disturb :arguments (list fibers stop))))
@@ -169,11 +173,12 @@ also when FORM is left by a non-local exit."
       (is (every #'zerop inside))
       (is (every (lambda (mutex) (null (mutex-owner mutex))) mutexes)))))
 
-;;;; Victims, and those who must not notice
+;;;; Victims, and others that must not notice
 
-;;; Victims take and wait in all ways, with time-outs and deadlines, while they are interrupted, thrown out
-;;; and terminated. Others do the same work in peace, and must not notice. (Threads among the victims are not
-;;; interrupted: SBCL 2.6.4 without fibers loses interruptions of threads that run into deadlines.)
+;;; Victims take and wait in all ways, with time-outs and deadlines, while they are interrupted,
+;;; thrown out and terminated. Others do the same work in peace, and must not notice. (Threads among
+;;; the victims are not interrupted: SBCL 2.6.4 without fibers loses interruptions of threads that
+;;; run into deadlines.)
 
 (defstruct storm
   (mutex (make-mutex)) (queue (make-waitqueue)) (semaphore (make-semaphore))
@@ -181,7 +186,7 @@ also when FORM is left by a non-local exit."
   (tally 0 :type sb-ext:word))          ; increments of COUNT
 
 (defun count-in-storm (storm)
-  ;; In one piece, whoever is ended.
+  ;; In one piece, whichever fiber is ended.
   (sb-sys:without-interrupts
     (slow-increment (storm-count storm))
     (sb-ext:atomic-incf (storm-tally storm))))
@@ -200,7 +205,7 @@ also when FORM is left by a non-local exit."
         (signal-semaphore semaphore)))))
 
 (defun pass-on-in-storm (storm)
-  "Who waits with a time-out may have been notified, and too late for the mutex."
+  "A fiber that waits with a time-out may have been notified, and too late for the mutex."
   (let ((mutex (storm-mutex storm)))
     (sb-sys:with-deadline (:seconds nil :override t)
       (with-recursive-lock (mutex)

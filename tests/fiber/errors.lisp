@@ -1,4 +1,5 @@
-;;;; What goes wrong in a fiber, or is asked of it: errors that nothing handles, bad arguments, no memory
+;;;; What goes wrong in a fiber, or is asked of it: errors that nothing handles, bad arguments, no
+;;;; memory
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -46,7 +47,8 @@
         (is (equal '(:default :abort)
                    (multiple-value-list (sb-thread:join-thread fiber :default :default))))
         (is (equal '(:default :abort)
-                   (join (spawn (group) (multiple-value-list (fiber-join fiber :default :default))))))
+                   (join (spawn (group)
+                           (multiple-value-list (fiber-join fiber :default :default))))))
         (fiber-unpark other)
         (is (eq :alive (join other)))))))
 
@@ -66,7 +68,8 @@
           (with-reports (text) (wait-for-end (setf fiber (failing-fiber group function)))
             (is (= 1 (occurrences "Unhandled" text)) "~A" text))
           (is (typep (handler-case (join fiber)
-                       (sb-fiber::fiber-failed (condition) (sb-fiber::fiber-failed-cause condition)))
+                       (sb-fiber::fiber-failed (condition)
+                         (sb-fiber::fiber-failed-cause condition)))
                      'error)))))))
 
 (test many-unhandled-errors
@@ -99,10 +102,13 @@
 ;;; Prevents: an error in the report of an error.
 (test error-that-cannot-be-reported
   (with-group (group 1)
-    (is (eq :abort (quietly (wait-for-end (failing-fiber group (lambda () (error 'unprintable-error)))))))
     (is (eq :abort (quietly
-                     (wait-for-end (spawn (group :initial-bindings (list (cons '*error-output* (make-string-input-stream ""))))
-                                     (error 'expected-error))))))
+                     (wait-for-end (failing-fiber group (lambda () (error 'unprintable-error)))))))
+    (is (eq :abort (quietly
+                     (wait-for-end
+                      (spawn (group :initial-bindings (list (cons '*error-output*
+                                                                  (make-string-input-stream ""))))
+                        (error 'expected-error))))))
     (is (= 3 (join (spawn (group) (+ 1 2)))))))
 
 (define-condition error-with-report (error)
@@ -138,8 +144,8 @@
   "Call FUNCTION while MUTEX is taken."
   (with-mutex (mutex) (funcall function)))
 
-;;; Prevents: a fiber that neither ends nor is unwound, and keeps its mutex, since the report of an error that nothing
-;;; handled enters the debugger where that is disabled.
+;;; Prevents: a fiber that neither ends nor is unwound, and keeps its mutex, since the report of an
+;;; error that nothing handled enters the debugger where that is disabled.
 (test reports-that-do-not-end
   (on-carriers (n)
     (with-group (group n)
@@ -147,8 +153,11 @@
         (let* ((mutex (make-mutex)) (fiber nil)
                (condition (make-condition 'error-with-report :function report)))
           (with-reports (text)
-              (wait-for-end (setf fiber (failing-fiber group (lambda ()
-                                                               (fail-with-mutex mutex (lambda () (error condition)))))))
+              (wait-for-end
+               (setf fiber (failing-fiber group
+                                          (lambda ()
+                                            (fail-with-mutex mutex
+                                                             (lambda () (error condition)))))))
             (is (search "ERROR-WITH-REPORT" text) "~A" text))
           (is (not (fiber-alive-p fiber)))
           (is (null (mutex-owner mutex)))
@@ -163,13 +172,16 @@
         (quietly
           (wait-for-end (failing-fiber group
                                        (lambda ()
-                                         (handler-bind ((serious-condition (lambda (c) (push (type-of c) handled))))
+                                         (handler-bind ((serious-condition
+                                                          (lambda (c)
+                                                            (push (type-of c) handled))))
                                            (error 'error-with-report :function report)))))))
       (is (equal (make-list (length *reports*) :initial-element 'error-with-report) handled)))))
 
 (test serious-conditions-and-warnings
   (with-group (group 1)
-    (is (eq :abort (quietly (wait-for-end (failing-fiber group (lambda () (error 'serious-condition)))))))
+    (is (eq :abort (quietly
+                     (wait-for-end (failing-fiber group (lambda () (error 'serious-condition)))))))
     (with-reports (text) (is (eq nil (wait-for-end (spawn (group) (warn "a warning") 1))))
       (is (= 1 (occurrences "a warning" text))))
     (is (null (join (spawn (group) (signal 'expected-error)))))))
@@ -195,7 +207,8 @@
   (on-carriers (n)
     (with-group (group n)
       (dolist (variable '(sb-ext:*invoke-debugger-hook* *debugger-hook*))
-        (dolist (park (list #'pause (lambda () (sleep 1/1000)) (lambda () (loop repeat 20 do (fiber-yield)))
+        (dolist (park (list #'pause (lambda () (sleep 1/1000))
+                            (lambda () (loop repeat 20 do (fiber-yield)))
                             (lambda () (call-blocking #'list))))
           (dolist (failing (list (lambda () (error 'expected-error))
                                  (lambda () (car (opaque 1)))
@@ -218,7 +231,8 @@
 ;;;; What a report says
 
 (test report-of-a-failure
-  (let ((condition (make-condition 'fiber-failed :thread (make-fiber #'list) :cause (make-condition 'expected-error)
+  (let ((condition (make-condition 'fiber-failed :thread (make-fiber #'list)
+                                   :cause (make-condition 'expected-error)
                                                  :problem :abort)))
     (dolist (*print-pretty* '(nil t))
       (let ((text (princ-to-string condition)))
@@ -266,6 +280,7 @@
     (signals type-error (make-fiber #'list :stack-size size)))
   (dolist (bindings '(42 ((1 . 2)) (*print-base*) ((*print-base* . 2) . 3) ((nil . 1)) ((:a . 1))))
     (signals type-error (make-fiber #'list :initial-bindings bindings)))
+  (signals type-error (make-fiber #'list :arguments '(1 . 2)))
   (signals error (make-fiber #'list :name 42)))
 
 (test bad-arguments-of-start-fibers
@@ -377,19 +392,6 @@
                  (join fiber))))
     (pass)))
 
-;;; All that users see is documented. Prevents: an internal function that has the name of something else.
-(test docstrings
-  (let ((undocumented '()))
-    (do-external-symbols (symbol "SB-FIBER")
-      (when (and (fboundp symbol) (not (documentation symbol 'function)))
-        (push (list symbol 'function) undocumented))
-      (when (and (boundp symbol) (not (documentation symbol 'variable)))
-        (push (list symbol 'variable) undocumented))
-      (when (and (find-class symbol nil) (not (documentation symbol 'type)))
-        (push (list symbol 'type) undocumented)))
-    (is (equal '() undocumented))
-    (is (not (fboundp 'fiber-stack-lost)))))
-
 (test misuse
   (with-group (group 1)
     (signals sb-thread:thread-error (fiber-park)) ; in a thread
@@ -417,8 +419,10 @@
                             (handler-bind ((sb-fiber::fiber-stack-unavailable
                                              (lambda (condition)
                                                (declare (ignore condition))
-                                               (when sb-sys:*interrupts-enabled* (return :unavailable)))))
-                              (loop (setf last (make-fiber (lambda () (fiber-park)) :stack-size (* 64 1024 1024)))
+                                               (when sb-sys:*interrupts-enabled*
+                                                 (return :unavailable)))))
+                              (loop (setf last (make-fiber (lambda () (fiber-park))
+                                                           :stack-size (* 64 1024 1024)))
                                     (submit-fiber group last)
                                     (push last fibers))))
                     (progn (fiber-unpark (first (last fibers)))

@@ -1,4 +1,4 @@
-;;;; The end of the process, scripts and images: fiber-exit.lisp
+;;;; The end of the process, scripts and images: fiber/exit.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -43,7 +43,8 @@
 (test exit-without-a-thread-for-it
   (is (= 7 (exit-code-of '(let ((group (start-fibers nil :carrier-count 1)))
                            ;; more than there are addresses
-                           (setf (sb-alien:extern-alien "thread_control_stack_size" sb-alien:unsigned)
+                           (setf (sb-alien:extern-alien "thread_control_stack_size"
+                                                        sb-alien:unsigned)
                                  (ash 1 52))
                            (submit-fiber group (make-fiber (lambda () (sb-ext:exit :code 7))))
                            (sleep 15))))))
@@ -59,7 +60,8 @@
          (finish-output)))))
 
 (defun exit-with-cleanups (&rest forms)
-  "Exit code of a child that executes FORMS, and a sorted list of the names of the cleanup forms that have run."
+  "Exit code of a child that executes FORMS, and a sorted list of the names of the cleanup forms
+that have run."
   (multiple-value-bind (code output)
       (call-in-child (list* "--eval" *child-package*
                             "--eval" (printed '(defvar *output* (sb-thread:make-mutex)))
@@ -82,9 +84,11 @@
 (defparameter *fibers-to-unwind*
   '(defvar *group* (start-fibers (list (make-fiber (lambda () (cleanup "sleep" (sleep 3600))))
                                        (make-fiber (lambda () (cleanup "park" (fiber-park))))
-                                       (make-fiber (lambda () (cleanup "yield" (loop (fiber-yield)))))
                                        (make-fiber (lambda ()
-                                                     (cleanup "pinned" (with-fiber-pinned (sleep 3600)))))
+                                                     (cleanup "yield" (loop (fiber-yield)))))
+                                       (make-fiber (lambda ()
+                                                     (cleanup "pinned"
+                                                       (with-fiber-pinned (sleep 3600)))))
                                        (make-fiber (lambda ()
                                                      (cleanup "thread"
                                                               (unwind-protect (sleep 3600)
@@ -106,13 +110,16 @@
                              (sb-thread:make-thread (lambda () (sb-ext:exit :code 4)))))))
     (is (equal (list 5 (cons "caller" *unwound*) :quiet)
                (exits-with '(fiber-join (submit-fiber *group*
-                                         (make-fiber (lambda () (cleanup "caller" (sb-ext:exit :code 5)))))))))
+                                         (make-fiber (lambda ()
+                                                       (cleanup "caller"
+                                                         (sb-ext:exit :code 5)))))))))
     ;; :ABORT unwinds nobody
     (is (equal (list 6 '() :quiet) (exits-with '(sb-ext:exit :code 6 :abort t))))
     (is (equal (list 7 '() :quiet)
                (exits-with '(fiber-join (submit-fiber *group*
                                          (make-fiber (lambda ()
-                                                       (cleanup "caller" (sb-ext:exit :code 7 :abort t)))))))))
+                                                       (cleanup "caller"
+                                                         (sb-ext:exit :code 7 :abort t)))))))))
     ;; nor does this
     (is (equal (list 8 '() :quiet)
                (exits-with '(setf sb-impl::*forcibly-terminate-threads-on-exit* nil)
@@ -123,11 +130,30 @@
   (is (equal '(9 ("other" "self") :quiet)
              (exit-with-cleanups
               '(run-fibers (list (make-fiber (lambda () (cleanup "other" (sleep 3600))))
-                                 (make-fiber (lambda () (sleep 1/10) (cleanup "self" (sb-ext:exit :code 9)))))
+                                 (make-fiber (lambda ()
+                                               (sleep 1/10)
+                                               (cleanup "self" (sb-ext:exit :code 9)))))
                 :carrier-count 1)))))
 
-;;; What handles SIGTERM calls EXIT in whatever thread the kernel chose. Prevents: a carrier that ends, and a
-;;; process that goes on without it.
+;;; Prevents: a cleanup form that EXIT cuts short, since FINISH-FIBERS has called it forth already.
+(test exit-while-a-group-is-aborted
+  (is (equal '(4 ("slow") :quiet)
+             (exit-with-cleanups
+              '(defvar *entered* (sb-thread:make-semaphore))
+              '(defvar *group* (start-fibers (make-fiber (lambda ()
+                                                           (unwind-protect (fiber-park)
+                                                             (sb-thread:signal-semaphore *entered*)
+                                                             (sleep 1/2)
+                                                             (format t "<slow>")
+                                                             (finish-output))))
+                                :carrier-count 1))
+              *wait-until-all-have-begun*
+              '(sb-thread:make-thread (lambda () (finish-fibers *group* :abort t)))
+              '(sb-thread:wait-on-semaphore *entered*)
+              '(sb-ext:exit :code 4)))))
+
+;;; What handles SIGTERM calls EXIT in whatever thread the kernel chose. Prevents: a carrier that
+;;; ends, and a process that goes on without it.
 (test exit-in-handlers
   (is (equal (list 0 *unwound* :quiet)
              (exit-with-cleanups *fibers-to-unwind*
@@ -138,13 +164,17 @@
              (exit-with-cleanups *fibers-to-unwind*
                                  *wait-until-all-have-begun*
                                  '(sb-thread:interrupt-thread
-                                   (fiber-join (submit-fiber *group*
-                                                (make-fiber (lambda ()
-                                                              (sb-fiber::carrier-thread sb-fiber::*carrier*)))))
+                                   (fiber-join
+                                    (submit-fiber
+                                     *group*
+                                     (make-fiber
+                                      (lambda ()
+                                        (sb-fiber::carrier-thread sb-fiber::*carrier*)))))
                                    (lambda () (sb-ext:exit :code 13)))
                                  '(sleep 30)))))
 
-;;; The signal is for whichever thread does not block it. Prevents: one that finds a thread which never handles it.
+;;; The signal is for whichever thread does not block it. Prevents: one that finds a thread which
+;;; never handles it.
 (test term-while-the-main-thread-blocks-signals
   (dolist (forms '(((sb-unix::pthread-sigmask sb-unix::SIG_BLOCK
                      (sb-sys:foreign-symbol-sap "thread_start_sigset" t) nil)
@@ -158,63 +188,73 @@
                    ((sb-unix:pthread-kill (sb-thread::thread-os-thread sb-impl::*finalizer-thread*)
                                           sb-unix:sigterm)
                     (loop (sleep 1)))))
-    ;; Threads of the pool are idle, as well. EXIT waits for the main thread, which cannot be unwound.
+    ;; Threads of the pool are idle, as well. EXIT waits for the main thread, which cannot be
+    ;; unwound.
     (is (equal (list 0 *unwound* :quiet)
                (apply #'exit-with-cleanups *fibers-to-unwind* *wait-until-all-have-begun*
                       '(setf sb-ext:*exit-timeout* 5)
-                      '(fiber-join (submit-fiber *group* (make-fiber (lambda () (call-blocking #'list)))))
+                      '(fiber-join (submit-fiber *group*
+                                                 (make-fiber (lambda () (call-blocking #'list)))))
                       forms)))))
 
 ;;; Prevents: hooks that are called again where no thread can be made any more, and wait for ever.
 (test exit-hooks-that-run-fibers
   (let ((hook '(push (lambda ()
                        (princ "<hook>")
-                       (when (equal '(1 2) (run-fibers (list (make-fiber (lambda () (sleep 1/100) 1))
-                                                             (make-fiber (lambda () (fiber-yield) 2)))))
+                       (when (equal '(1 2)
+                                    (run-fibers (list (make-fiber (lambda () (sleep 1/100) 1))
+                                                      (make-fiber (lambda () (fiber-yield) 2)))))
                          (princ "<run>"))
                        (setf *stop* t)
                        (when (eq :stopped (fiber-join *other*)) (princ "<joined>"))
                        (finish-output))
                 sb-ext:*exit-hooks*))
         (other '(defvar *other* (submit-fiber *group*
-                                 (make-fiber (lambda () (loop until *stop* do (sleep 1/1000)) :stopped))))))
+                                 (make-fiber (lambda ()
+                                               (loop until *stop* do (sleep 1/1000))
+                                               :stopped))))))
     (flet ((exits-with (form)
              (exit-with-cleanups '(defvar *stop* nil)
                                  '(defvar *group* (start-fibers nil :carrier-count 1))
                                  other hook form '(loop (sleep 1)))))
       (is (equal '(3 ("hook" "joined" "run") :quiet) (exits-with '(sb-ext:exit :code 3))))
       (is (equal '(4 ("hook" "joined" "run") :quiet)
-                 (exits-with '(submit-fiber *group* (make-fiber (lambda () (sb-ext:exit :code 4)))))))
+                 (exits-with '(submit-fiber *group*
+                                            (make-fiber (lambda () (sb-ext:exit :code 4)))))))
       (is (equal '(5 ("hook" "joined" "run") :quiet)
                  (exits-with '(sb-thread:make-thread (lambda () (sb-ext:exit :code 5))))))
       (is (equal '(6 ("hook" "joined" "run") :quiet)
                  (exits-with '(run-fibers (make-fiber (lambda () (sb-ext:exit :code 6)))))))
       (is (equal '(8 ("hook" "joined" "run") :quiet)
-                 (exits-with '(run-fibers (make-fiber (lambda ()
-                                                        (call-blocking (lambda () (sb-ext:exit :code 8)))))))))
+                 (exits-with '(run-fibers
+                               (make-fiber (lambda ()
+                                             (call-blocking
+                                              (lambda () (sb-ext:exit :code 8)))))))))
       (is (equal '(0 ("hook" "joined" "run") :quiet)
                  (exits-with '(sb-unix:unix-kill (sb-unix:unix-getpid) sb-unix:sigterm)))))))
 
-;;; Prevents: a second caller who goes on, or whose code wins.
+;;; Prevents: a second caller that goes on, or whose code wins.
 (test several-fibers-exit
   (destructuring-bind (code cleanups quiet)
-      (exit-with-cleanups '(run-fibers (loop for i below 20
-                                             collect (let ((i i))
-                                                       (make-fiber (lambda ()
-                                                                     (sleep 1/100)
-                                                                     (cleanup (code-char (+ i 65))
-                                                                              (sb-ext:exit :code (+ 10 i)))))))
-                            :carrier-count 4))
+      (exit-with-cleanups
+       '(run-fibers (loop for i below 20
+                          collect (let ((i i))
+                                    (make-fiber (lambda ()
+                                                  (sleep 1/100)
+                                                  (cleanup (code-char (+ i 65))
+                                                    (sb-ext:exit :code (+ 10 i)))))))
+                    :carrier-count 4))
     (is (<= 10 code 29))
     (is (= 20 (length cleanups)) "~S" cleanups)
     (is (eq :quiet quiet) "~A" quiet)))
 
-;;; Who does not end within :TIMEOUT is left behind.
+;;; A fiber that does not end within :TIMEOUT is left behind.
 (test exit-timeout
   (is (equal '(11 ("well-behaved") :quiet)
              (exit-with-cleanups
               '(start-fibers (list (make-fiber (lambda ()
-                                                 (cleanup "stubborn" (sb-sys:without-interrupts (sleep 3600)))))
+                                                 (cleanup "stubborn"
+                                                   (sb-sys:without-interrupts (sleep 3600)))))
                                    (make-fiber (lambda () (cleanup "well-behaved" (sleep 3600)))))
                 :carrier-count 1)
               *wait-until-all-have-begun*
@@ -223,15 +263,18 @@
 (test errors-during-exit
   (destructuring-bind (code cleanups text)
       (exit-with-cleanups
-       '(start-fibers (list (make-fiber (lambda () (cleanup "failing" (unwind-protect (sleep 3600) (error "oops")))))
+       '(start-fibers (list (make-fiber (lambda ()
+                                          (cleanup "failing"
+                                            (unwind-protect (sleep 3600) (error "oops")))))
                             (make-fiber (lambda () (cleanup "other" (sleep 3600)))))
          :carrier-count 1)
        *wait-until-all-have-begun*
        '(sb-ext:enable-debugger)        ; which is not entered
        '(sb-ext:exit :code 12))
     (is (= 12 code))
-    (is (equal '("failing" "other") (remove-if-not (lambda (name) (member name '("failing" "other") :test #'equal))
-                                                   cleanups)))
+    (is (equal '("failing" "other")
+               (remove-if-not (lambda (name) (member name '("failing" "other") :test #'equal))
+                              cleanups)))
     (is (search "oops" (string text)))))
 
 ;;;; Scripts, the REPL, and images
@@ -256,9 +299,11 @@
       (call-in-child '("--noprint")
                      :wrapper '("timeout" "20")
                      :input "(defvar *g* (sb-fiber:start-fibers nil :carrier-count 2))
-                             (defvar *f* (sb-fiber:submit-fiber *g* (sb-fiber:make-fiber (lambda () (sleep 1/10) 42))))
+                             (defvar *f* (sb-fiber:submit-fiber
+                                   *g* (sb-fiber:make-fiber (lambda () (sleep 1/10) 42))))
                              (print (sb-fiber:fiber-join *f*))
-                             (defvar *h* (sb-fiber:submit-fiber *g* (sb-fiber:make-fiber (lambda () (sleep 3600)))))
+                             (defvar *h* (sb-fiber:submit-fiber
+                                   *g* (sb-fiber:make-fiber (lambda () (sleep 3600)))))
                              (print :last)
                              (terpri)
                              (sb-ext:exit :code 5)
@@ -286,11 +331,13 @@
                                   (sb-ext:exit :code 6))))))
    :wrapper '("timeout" "60")))
 
-;;; Prevents: contexts, tables or pollers of the process that saved the image, in the one that it starts.
+;;; Prevents: contexts, tables or pollers of the process that saved the image, in the one that it
+;;; starts.
 (test saved-image
   (uiop:with-temporary-file (:pathname file)
     (multiple-value-bind (code output)
-        (save-image file '(run-fibers (list (make-fiber (lambda () (sleep 1/100)))) :carrier-count 2)
+        (save-image file
+                    '(run-fibers (list (make-fiber (lambda () (sleep 1/100)))) :carrier-count 2)
                     '(let ((group (start-fibers nil :carrier-count 2)))
                       (fiber-join (submit-fiber t (make-fiber #'list)))
                       (finish-fibers group)))

@@ -11,12 +11,14 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "support/zones.lisp" *load-truename*))
+
 (def-suite* foreign)
 
 ;;;; A library of C
 
-;;; The lock tells when the thread that has it wants it again, or another gives it back. Who cannot get it in
-;;; five seconds goes without it, and is counted.
+;;; The lock tells when the thread that has it wants it again, or another gives it back. A thread
+;;; that cannot get it in five seconds goes without it, and is counted.
 (defparameter *library* "
 #define _GNU_SOURCE
 #include <errno.h>
@@ -113,8 +115,9 @@ int foreign_mistakes(void)
          (progn
            (with-open-file (out source :direction :output) (write-string *library* out))
            (sb-ext:run-program "/bin/sh"
-                               (list "-c" (format nil "${CC:-cc} -O1 -shared -fPIC -pthread -o ~A ~A"
-                                                  library source))
+                               (list "-c"
+                                     (format nil "${CC:-cc} -O1 -shared -fPIC -pthread -o ~A ~A"
+                                             library source))
                                :error *error-output*)
            (sb-alien:load-shared-object library :dont-save t))
       (sb-ext:delete-directory directory :recursive t))))
@@ -145,7 +148,8 @@ int foreign_mistakes(void)
          (*called-back* (lambda (argument)
                           (setf values (multiple-value-list (funcall function argument))))))
     (sb-alien:alien-funcall
-     (sb-alien:extern-alien "foreign_call" (function sb-alien:int sb-sys:system-area-pointer sb-alien:int))
+     (sb-alien:extern-alien "foreign_call"
+                            (function sb-alien:int sb-sys:system-area-pointer sb-alien:int))
      (sb-alien:alien-sap (sb-alien::alien-callable-function 'call-back)) argument)
     (values-list values)))
 
@@ -159,16 +163,13 @@ int foreign_mistakes(void)
 
 ;;;; One at a time
 
-(defun zone-here ()
-  (sb-fiber::zone (current-fiber)))
-
 (defun wait-until-inside ()
   "Wait until somebody has taken the foreign lock."
   (wait-until (= 1 (foreign-inside))))
 
 (defun call-while-in-foreign-code (function &optional (call #'foreign-wait))
-  "Call FUNCTION with a fiber that is in CALL, which ends after a tenth of a second; return how that ended, and
-what had been noted."
+  "Call FUNCTION with a fiber that is in CALL, which ends after a tenth of a second; return how that
+ended, and what had been noted."
   (with-group (group 1)
     (let* ((started (make-flag)) (notes (make-flag))
            (fiber (computing-fiber (group started)
@@ -191,7 +192,8 @@ what had been noted."
                (multiple-value-list
                 (call-while-in-foreign-code
                  (lambda (fiber notes)
-                   (interrupt-fiber fiber (lambda () (note notes (list :interrupted (zone-here))))))))))))
+                   (interrupt-fiber fiber
+                                    (lambda () (note notes (list :interrupted (zone-here))))))))))))
 
 (test several-interruptions-of-one-call
   (no-mistakes
@@ -236,7 +238,8 @@ what had been noted."
                        (foreign-wait)
                        (note flag :back))))))))))
 
-;;; Prevents: a long call whose system calls fail again and again, since somebody asks it whether it is over.
+;;; Prevents: a long call whose system calls fail again and again, since it is asked whether it is
+;;; over.
 (test a-call-is-disturbed-once
   (no-mistakes
     (with-group (group 1)
@@ -306,8 +309,9 @@ what had been noted."
                                             (0 (fiber-yield))
                                             (1 (sleep 1/10000))
                                             (2 (sb-thread:thread-yield) (sleep (opaque 1/10000)))
-                                            (3 (sb-thread:with-mutex ((load-time-value (make-mutex)))
-                                                 (sleep 1/10000))))
+                                            (3
+                                             (sb-thread:with-mutex ((load-time-value (make-mutex)))
+                                               (sleep 1/10000))))
                                           (and (= j k) (eq thread sb-fiber::*carrier*))))
                                       j)))))))))
 
@@ -324,11 +328,13 @@ what had been noted."
                      (call-in-callback
                       (lambda (i) (declare (ignore i))
                         ;; in Lisp, in a wait and in foreign code
-                        (let ((end (+ (get-internal-real-time) (/ internal-time-units-per-second 20))))
+                        (let ((end (+ (get-internal-real-time)
+                                      (/ internal-time-units-per-second 20))))
                           (loop until (> (get-internal-real-time) end)))
                         (sleep 1/20)
                         (sb-alien:alien-funcall
-                         (sb-alien:extern-alien "usleep" (function sb-alien:int sb-alien:int)) 50000)
+                         (sb-alien:extern-alien "usleep" (function sb-alien:int sb-alien:int))
+                         50000)
                         (note flag :called-back)))))))))))
 
 (test an-interruption-of-oneself-waits-too
@@ -337,7 +343,8 @@ what had been noted."
                (in-fiber ()
                  (let ((trace '()))
                    (call-in-callback (lambda (i) (declare (ignore i))
-                                       (interrupt-fiber (current-fiber) (lambda () (push :interrupted trace)))
+                                       (interrupt-fiber (current-fiber)
+                                                        (lambda () (push :interrupted trace)))
                                        (push :after trace)))
                    (reverse trace)))))))
 
@@ -364,7 +371,7 @@ what had been noted."
                                         (wait-on-semaphore (make-semaphore)))
                                     (sb-sys:deadline-timeout () :deadline)))))))))
 
-;;; Whoever unwinds a callback himself wants that. Prevents: a fiber that is not interrupted ever after.
+;;; Code that unwinds a callback wants that. Prevents: a fiber that is not interrupted ever after.
 (test callbacks-that-are-unwound
   (is (equal '(:out :free (:interrupted))
              (in-fiber ()
@@ -372,14 +379,16 @@ what had been noted."
                  (list (catch 'out
                          (let ((*called-back* (lambda (i) (declare (ignore i))
                                                 (interrupt-fiber (current-fiber)
-                                                                 (lambda () (push :interrupted trace)))
+                                                                 (lambda ()
+                                                                   (push :interrupted trace)))
                                                 (throw 'out :out))))
-                           (sb-alien:alien-funcall (sb-alien::alien-callable-function 'call-back) 1)))
+                           (sb-alien:alien-funcall (sb-alien::alien-callable-function 'call-back)
+                                                   1)))
                        (zone-here)
                        (progn (fiber-yield) trace)))))))
 
-;;; What has been noted is sent after the next call, which here is one within a tiny lock. Prevents: the end of the
-;;; process.
+;;; What has been noted is sent after the next call, which here is one within a tiny lock. Prevents:
+;;; the end of the process.
 (test fibers-submitted-in-a-callback
   (on-carriers (n)
     (with-group (group n)
@@ -393,7 +402,8 @@ what had been noted."
                    (loop repeat 100 do (push (spawn (group :stack-size 100000) 1) fibers))))))
         (is (= 100 (reduce #'+ (join-all fibers))))))))
 
-;;; Prevents: a wait for ever, since the next call after the callback is one that only a signal ends.
+;;; Prevents: a wait for ever, since the next call after the callback is one that only a signal
+;;; ends.
 (test interrupted-in-a-callback-that-is-unwound-before-a-wait
   (with-group (group 1)
     (let* ((inside (make-flag)) (proceed (make-flag)) (unwound (make-flag))
@@ -407,7 +417,8 @@ what had been noted."
                                                 (raise-flag inside)
                                                 (compute-until proceed)
                                                 (throw 'out nil))))
-                           (sb-alien:alien-funcall (sb-alien::alien-callable-function 'call-back) 1)))
+                           (sb-alien:alien-funcall (sb-alien::alien-callable-function 'call-back)
+                                                   1)))
                        (unwind-protect (wait-on-semaphore semaphore)
                          (raise-flag unwound)))))))
       (is-true (wait-until (flag-value inside)))
@@ -471,14 +482,16 @@ what had been noted."
                                     (sleep 1/10)
                                     (push :slept trace)
                                     (with-interruptible-foreign-calls (sleep 3600)))))
-                            (sb-alien:alien-funcall (sb-alien::alien-callable-function 'call-back) 1))))
+                            (sb-alien:alien-funcall (sb-alien::alien-callable-function 'call-back)
+                                                    1))))
                       (zone-here))))
         (wait-until (flag-value started))
         (interrupt-fiber fiber (lambda () (push :interrupted trace) (throw 'out nil)))
         (is (eq :free (join fiber)))
         (is (equal '(:slept :interrupted) (reverse trace)))))))
 
-;;; Prevents: a fiber that nobody can end, since it waits in the kernel for one of the runtime's own calls.
+;;; Prevents: a fiber that nobody can end, since it waits in the kernel for one of the runtime's own
+;;; calls.
 (test native-waits-can-be-ended
   (multiple-value-bind (in out) (sb-unix:unix-pipe)
     (unwind-protect
@@ -502,7 +515,8 @@ what had been noted."
                           (eq :abort (wait-for-end fiber))))
                    (let ((started (make-flag)))
                      (is-true (ended-p (computing-fiber (group started)
-                                         (sb-vm::with-code-pages-pinned (:dynamic) (funcall wait))))))
+                                         (sb-vm::with-code-pages-pinned (:dynamic)
+                                           (funcall wait))))))
                    (let ((started (make-flag)))
                      (is-true (ended-p (computing-fiber (group started)
                                          (with-interruptible-foreign-calls (funcall wait)))))))))))
@@ -543,7 +557,8 @@ what had been noted."
     (5 (fiber-yield) (foreign-compute 1))))
 
 (defun what-is-interrupted (fiber ran)
-  "A function for FIBER to call, which does what must not be done where a lock of foreign code is held."
+  "A function for FIBER to call, which does what must not be done where a lock of foreign code is
+held."
   (lambda ()
     (unless (eq fiber (current-fiber)) (error "in the wrong fiber"))
     (count-one ran)
@@ -561,7 +576,8 @@ what had been noted."
                                 (lambda ()
                                   (loop while (some #'fiber-alive-p fibers)
                                         do (handler-case
-                                               (funcall function (elt fibers (random (length fibers))))
+                                               (funcall function
+                                                        (elt fibers (random (length fibers))))
                                              (sb-thread:interrupt-thread-error () nil))
                                            (sleep (/ (random 200) 1000000))))))))
     (mapc #'join-thread threads)))
@@ -593,7 +609,8 @@ what had been noted."
                                     (sb-ext:with-timeout (/ (1+ (random 20)) 10000)
                                       (sb-sys:with-deadline (:seconds (/ (1+ (random 20)) 10000))
                                         (loop (work-in-foreign-code (+ i j)))))
-                                  ((or sb-ext:timeout sb-sys:deadline-timeout) () (count-one timed-out)))
+                                  ((or sb-ext:timeout sb-sys:deadline-timeout) ()
+                                    (count-one timed-out)))
                               ;; while the other was being signalled
                               (sb-ext:timeout () (count-one timed-out))))))))
         (is (= (* 40 40) (flag-count timed-out)))
@@ -615,14 +632,16 @@ what had been noted."
             (is (every (lambda (fiber) (eq :abort (wait-for-end fiber))) fibers)))))
       ;; What they have abandoned comes to its end.
       (is-true (wait-until (= (sb-fiber::blocking-pool-idle sb-fiber::*blocking-pool*)
-                              (length (sb-fiber::blocking-pool-threads sb-fiber::*blocking-pool*))))))))
+                              (length (sb-fiber::blocking-pool-threads
+                                       sb-fiber::*blocking-pool*))))))))
 
 (test foreign-code-and-collections
   (no-mistakes
     (let* ((stop (make-flag)) (ran (make-flag))
            (collector (make-thread (lambda ()
-                                     ;; The kernel counts a sleep from anew, with its slack, after each
-                                     ;; collection: back to back they would not let others' end.
+                                     ;; The kernel counts a sleep from anew, with its slack, after
+                                     ;; each collection: back to back they would not let others'
+                                     ;; end.
                                      (loop until (flag-value stop)
                                            do (sb-ext:gc :gen (random 2))
                                               (sleep 1/100))))))

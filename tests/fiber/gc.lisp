@@ -25,13 +25,14 @@
            (loop repeat (random 5) do (sb-thread:thread-yield)))
   (setf **collecting** nil))
 
-;;; Not the SETF function, which would lower the trigger of the next collection as well, perhaps below zero.
+;;; Not the SETF function, which would lower the trigger of the next collection as well, perhaps
+;;; below zero.
 (defmacro nursery-size ()
   `(sb-alien:extern-alien "bytes_consed_between_gcs" sb-alien:unsigned-long))
 
 (defun call-while-collecting (n function)
-  "Call FUNCTION while a thread collects N times, and each 4 MiB that are allocated are a reason for another
-collection. FUNCTION is to go on while **COLLECTING**."
+  "Call FUNCTION while a thread collects N times, and each 4 MiB that are allocated are a reason for
+another collection. FUNCTION is to go on while **COLLECTING**."
   (let ((usual-size (nursery-size)))
     (setf (nursery-size) (* 4 1024 1024)
           **collecting** t)
@@ -70,8 +71,8 @@ collection. FUNCTION is to go on while **COLLECTING**."
 (defun keep (&rest ignore) (declare (ignore ignore)) t)
 
 (defun recurse-with-data (depth i)
-  "Hold data in DEPTH frames: in the heap, bound, of dynamic extent, and foreign; check it after the frames below
-have parked."
+  "Hold data in DEPTH frames: in the heap, bound, of dynamic extent, and foreign; check it after the
+frames below have parked."
   (let* ((data (fresh-data i))
          (*variable* (fresh-data (+ i depth)))
          (dynamic (list data (+ i depth))))
@@ -90,8 +91,8 @@ have parked."
                  (recurse-with-data (1- depth) i))
              (check))))))
 
-;;; Prevents: stacks that are not scanned, or scanned with wrong bounds; binding stacks that are not updated;
-;;; a fiber that is seen twice or not at all while it is being switched.
+;;; Prevents: stacks that are not scanned, or scanned with wrong bounds; binding stacks that are not
+;;; updated; a fiber that is seen twice or not at all while it is being switched.
 (test parked-stacks
   (on-carriers (n)
     (while-collecting (12)
@@ -115,7 +116,8 @@ have parked."
                             (fiber-yield)
                             (every (lambda (cell) (eql i (car cell))) list))))))))))
 
-;;; Prevents: objects that move although a stack refers to them, which tables with address-based keys tell.
+;;; Prevents: objects that move although a stack refers to them, which tables with address-based
+;;; keys tell.
 (test tables-with-address-based-keys
   (on-carriers (n)
     (while-collecting (12)
@@ -161,8 +163,8 @@ have parked."
 
 ;;;; Roots in saved signal contexts
 
-;;; Prevents: registers of a function that a trap has interrupted being forgotten while its fiber is parked in the
-;;; handler.
+;;; Prevents: registers of a function that a trap has interrupted being forgotten while its fiber is
+;;; parked in the handler.
 (test handlers-of-traps
   (on-carriers (n)
     (while-collecting (12)
@@ -185,8 +187,8 @@ have parked."
   (sb-ext:gc :full t))
 
 (defmacro parked-with-object ((group object make) &body check)
-  "A fiber that makes OBJECT, parks, and returns the value of CHECK; and a weak pointer to OBJECT. It is parked
-when this returns."
+  "A fiber that makes OBJECT, parks, and returns the value of CHECK; and a weak pointer to OBJECT.
+It is parked when this returns."
   `(let* ((pointer nil)
           (fiber (spawn (,group)
                    (let ((,object ,make))
@@ -205,7 +207,8 @@ when this returns."
     (with-group (group n)
       (let ((pairs (loop for i below 50
                          collect (let ((i i))
-                                   (parked-with-object (group object (list i)) (equal object (list i)))))))
+                                   (parked-with-object (group object (list i))
+                                     (equal object (list i)))))))
         (full-gc)
         (is (all-alive-p pairs))
         (full-gc)
@@ -214,7 +217,8 @@ when this returns."
         (is (all-true-p (join-all (mapcar #'car pairs))))))))
 
 (defun park-with-bindings (i pointers)
-  "Bind variables to objects that only the bindings refer to, and park. T if the objects are found again."
+  "Bind variables to objects that only the bindings refer to, and park. T if the objects are found
+again."
   (let ((*variable* (list i))
         (*other* (make-array 3 :initial-element i)))
     (sb-ext:atomic-push (sb-ext:make-weak-pointer *variable*) (car pointers))
@@ -245,7 +249,8 @@ when this returns."
   "Weak pointers to objects of fibers that have ended."
   (let ((pairs (loop for i below n
                      collect (let ((i i))
-                               (parked-with-object (group object (make-array 100 :initial-element i))
+                               (parked-with-object (group object
+                                                          (make-array 100 :initial-element i))
                                  (length object))))))
     (mapc #'fiber-unpark (mapcar #'car pairs))
     (assert (every (lambda (length) (eql length 100)) (join-all (mapcar #'car pairs))))
@@ -258,8 +263,8 @@ when this returns."
     (keep vector)
     (when (> n 0) (clear-stack (1- n)))))
 
-;;; Prevents: stacks of ended fibers, or what is kept of the fibers, being roots for ever. A few words on a
-;;; conservative stack may always look like addresses.
+;;; Prevents: stacks of ended fibers, or what is kept of the fibers, being roots for ever. A few
+;;; words on a conservative stack may always look like addresses.
 (test objects-of-ended-fibers-die
   (on-carriers (n :migration '(nil))
     (with-group (group n)
@@ -329,7 +334,8 @@ when this returns."
                        1
                        (let ((fibers (loop for i below 3
                                            collect (let ((size (* 64 1024 (1+ i))))
-                                                     (spawn (group :stack-size size) (tree (1- depth)))))))
+                                                     (spawn (group :stack-size size)
+                                                       (tree (1- depth)))))))
                          (reduce #'+ (join-all fibers))))))
           (is (= 243 (join (spawn (group) (tree 5))))))))))
 
@@ -339,16 +345,17 @@ when this returns."
       (with-group (group n)
         (let ((started (list 0)) (cleaned (list 0)))
           (loop while **collecting**
-                do (let ((fibers (loop for i below 50
-                                       collect (let ((i i))
-                                                 (spawn (group)
-                                                   (let ((*variable* (fresh-data i)))
-                                                     (sb-sys:without-interrupts
-                                                       (sb-ext:atomic-incf (car started))
-                                                       (unwind-protect
-                                                            (sb-sys:with-local-interrupts (fiber-park))
-                                                         (when (intact-p *variable* i)
-                                                           (sb-ext:atomic-incf (car cleaned)))))))))))
+                do (let ((fibers
+                            (loop for i below 50
+                                  collect (let ((i i))
+                                            (spawn (group)
+                                              (let ((*variable* (fresh-data i)))
+                                                (sb-sys:without-interrupts
+                                                  (sb-ext:atomic-incf (car started))
+                                                  (unwind-protect
+                                                       (sb-sys:with-local-interrupts (fiber-park))
+                                                    (when (intact-p *variable* i)
+                                                      (sb-ext:atomic-incf (car cleaned)))))))))))
                      (mapc #'terminate-fiber fibers)
                      (dolist (fiber fibers)
                        (fiber-join fiber :default nil :timeout *patience*))))
@@ -356,14 +363,16 @@ when this returns."
 
 ;;; Prevents: pages of a stack given back while somebody uses them.
 (test stacks-that-give-back-their-pages
-  (macrolet ((high-water () `(sb-alien:extern-alien "fiber_stack_high_water" sb-alien:unsigned-long)))
+  (macrolet ((high-water ()
+               `(sb-alien:extern-alien "fiber_stack_high_water" sb-alien:unsigned-long)))
     (let ((usual (high-water)))
       (unwind-protect
            (progn (setf (high-water) 0)
                   (on-carriers (n)
                     (loop repeat 5
                           do (is (all-true-p
-                                  (in-fibers n 50 (lambda (i) (recurse-with-data (mod i 12) i))))))))
+                                  (in-fibers n 50
+                                             (lambda (i) (recurse-with-data (mod i 12) i))))))))
         (setf (high-water) usual)))))
 
 ;;;; Collections by fibers
@@ -382,7 +391,9 @@ when this returns."
          (in-fibers n 30 (lambda (i)
                            (let ((data (fresh-data i)))
                              (loop repeat 5
-                                   always (progn (sb-ext:gc) (fiber-yield) (intact-p data i))))))))))
+                                   always (progn (sb-ext:gc)
+                                                 (fiber-yield)
+                                                 (intact-p data i))))))))))
 
 (defun collect-at-depth (depth i)
   (let ((data (list i)))
@@ -411,8 +422,8 @@ when this returns."
                 (is (plusp count)))
       (pop sb-ext:*after-gc-hooks*))))
 
-;;;; Verification: the collector checks the heap and the roots, before and after, and ends the process if
-;;;; something is wrong
+;;;; Verification: the collector checks the heap and the roots, before and after, and ends the
+;;;; process if something is wrong
 
 (defmacro verified-generation ()
   `(sb-alien:extern-alien "verify_gens" sb-alien:char))

@@ -1,4 +1,4 @@
-;;;; Groups of carriers, how they begin and how they end: fiber-group.lisp
+;;;; Groups of carriers, how they begin and how they end: fiber/group.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -10,68 +10,6 @@
 (in-package "SB-FIBER-TESTS")
 
 (def-suite* group)
-
-;;;; Carriers that are not to be had
-
-;;; 62 carriers are all that there can be. Prevents: numbers of pollers, or descriptors, that an attempt to
-;;; start too many keeps.
-(test too-many-carriers
-  (flet ((start (n) (finish-fibers (start-fibers nil :carrier-count n))))
-    (is (eq t (start 62)))
-    (let ((group (start-fibers nil :carrier-count 40)))
-      (signals error (start 40))
-      (finish-fibers group))
-    (is (eq t (start 62)))))
-
-(defun pollers-in-use ()
-  (count-if-not #'null sb-fiber::*pollers*))
-
-;;; A poller needs two descriptors. Prevents: one of them, or a poller, that is left behind.
-(test no-descriptors-left
-  (let ((descriptors (loop for fd = (sb-unix:unix-open "/dev/null" sb-unix:o_rdonly 0)
-                           while fd collect fd))
-        (pollers (pollers-in-use)))
-    (unwind-protect
-         (loop repeat 6
-               do (signals error (start-fibers nil :carrier-count 4))
-                  (is (= pollers (pollers-in-use)))
-                  (sb-unix:unix-close (pop descriptors)))
-      (mapc #'sb-unix:unix-close descriptors)))
-  (is (equal '(0 1 2) (in-fibers 4 3 #'identity))))
-
-;;; Prevents: pollers and carriers that a group has got when there is no thread for the next one.
-(test no-threads-left
-  (let ((pollers (pollers-in-use)) (groups sb-fiber::*groups*) (made '()))
-    (dotimes (enough 5)
-      (let ((left enough))
-        (sb-int:encapsulate 'sb-thread::make-system-thread 'test
-                            (lambda (f &rest arguments)
-                              (when (minusp (decf left)) (error 'expected-error))
-                              (let ((thread (apply f arguments)))
-                                (push thread made)
-                                thread)))
-        (unwind-protect (signals expected-error (start-fibers nil :carrier-count 4))
-          (sb-int:unencapsulate 'sb-thread::make-system-thread 'test))))
-    (is (<= 10 (length made)))
-    (is (notany #'sb-thread:thread-alive-p made))
-    (is (= pollers (pollers-in-use)))
-    (is (eq groups sb-fiber::*groups*)))
-  (is (equal '(0 1 2) (in-fibers 4 3 #'identity))))
-
-;;; A carrier is not ended by this, with a warning; before it has begun it was.
-(test terminate-carriers-that-begin
-  (let ((terminated 0))
-    (sb-int:encapsulate 'sb-thread::make-system-thread 'test
-                        (lambda (f name &rest arguments)
-                          (let ((thread (apply f name arguments)))
-                            (when (equal name "fiber carrier")
-                              (ignore-errors (sb-thread:terminate-thread thread)
-                                             (incf terminated)))
-                            thread)))
-    (unwind-protect
-         (quietly (loop repeat 20 do (is (equal '(0 1 2) (in-fibers 4 3 #'identity)))))
-      (sb-int:unencapsulate 'sb-thread::make-system-thread 'test))
-    (is (plusp terminated))))
 
 ;;;; The end of a group
 
@@ -123,15 +61,6 @@
     (loop repeat 20
           do (is (eq t (finish-fibers (start-fibers nil :carrier-count n)))))))
 
-;;; Call ARRIVE before FUNCTION, a symbol, whenever that is called in BODY.
-(defmacro with-call-before ((function arrive) &body body)
-  `(progn
-     (sb-int:encapsulate ,function 'test (lambda (f &rest arguments)
-                                           (apply ,arrive arguments)
-                                           (apply f arguments)))
-     (unwind-protect (progn ,@body)
-       (sb-int:unencapsulate ,function 'test))))
-
 ;;; Prevents: an abort that makes lists of all fibers again and again until the last has ended.
 (test aborted-fibers-are-listed-once
   (on-carriers (n)
@@ -149,44 +78,6 @@
         (raise-flag go-on)
         (is (eq t (join-thread finisher :timeout *patience*))))
       (is (= 1 (flag-count lists))))))
-
-;;; Prevents: a fiber that comes when the finisher has found nobody alive, and is lost.
-(test submit-when-nobody-is-alive
-  (on-carriers (n)
-    (let ((group (start-fibers nil :carrier-count n))
-          (fiber nil))
-      (with-call-before ('sb-fiber::close-if-empty
-                         (lambda (group)
-                           (unless fiber (setf fiber (spawn (group) (fiber-yield) :done)))))
-        (is (eq t (finish-fibers group :timeout *patience*))))
-      (is (eq :done (join fiber)))
-      (signals sb-thread:thread-error (spawn (group) 1)))))
-
-(defun submit-until-refused (group)
-  "Return a fiber that was accepted and has not run, or NIL."
-  (handler-case (loop (let ((fiber (submit-fiber group (make-fiber (constantly t)))))
-                        (unless (fiber-join fiber :timeout *patience* :default nil)
-                          (return fiber))))
-    (sb-thread:thread-error () nil)))
-
-(test submit-until-refused
-  (on-carriers (n)
-    (loop repeat 20
-          do (let* ((group (start-fibers nil :carrier-count n))
-                    (thread (make-thread #'submit-until-refused :arguments (list group))))
-               (sb-thread:thread-yield)
-               (is (eq t (finish-fibers group :timeout *patience*)))
-               (is (null (join-thread thread)))))))
-
-;;; A fiber that was not accepted is as new.
-(test submit-again-after-refusal
-  (let ((group (start-fibers nil :carrier-count 1))
-        (fiber (make-fiber (constantly 1))))
-    (finish-fibers group)
-    (signals sb-thread:thread-error (submit-fiber group fiber))
-    (is (eq :new (fiber-state fiber)))
-    (with-group (other 1)
-      (is (= 1 (join (submit-fiber other fiber)))))))
 
 (defun carrier-threads-of (group)
   (mapcar #'sb-fiber::carrier-thread (sb-fiber::fiber-group-carriers group)))
@@ -221,7 +112,8 @@
 ;;; Only RUN-FIBERS knows its group. Prevents: carriers that nobody can ever stop.
 (test run-fibers-unwound-twice
   (on-carriers (n)
-    (let* ((pollers (pollers-in-use)) (started (make-flag)) (stop (make-flag)) (cleanups (make-flag))
+    (let* ((pollers (pollers-in-use)) (started (make-flag)) (stop (make-flag))
+           (cleanups (make-flag))
            (waiting (lambda ()
                       (unwind-protect (progn (raise-flag started) (fiber-park))
                         (loop until (flag-value stop) do (sleep 1/1000))
@@ -256,13 +148,14 @@
       (loop repeat 10
             do (let* ((group (start-fibers (make-fiber #'fiber-yield) :carrier-count n))
                       (threads (loop repeat 4
-                                     collect (make-thread #'finish-fibers :arguments (list group)))))
+                                     collect (make-thread #'finish-fibers
+                                                          :arguments (list group)))))
                  (is (equal '(t t t t) (mapcar #'join-thread threads)))
                  (is (notany #'sb-thread:thread-alive-p (carrier-threads-of group)))))
       (is (= pollers (pollers-in-use))))))
 
-;;; A thread that has been joined exists for a moment still. Prevents: carriers, descriptors or pollers that are
-;;; left behind.
+;;; A thread that has been joined exists for a moment still. Prevents: carriers, descriptors or
+;;; pollers that are left behind.
 (test groups-leave-nothing-behind
   (flet ((descriptors () (length (directory "/proc/self/fd/*" :resolve-symlinks nil)))
          (threads () (length (directory "/proc/self/task/*/" :resolve-symlinks nil)))
@@ -279,11 +172,13 @@
 (test groups-in-fibers
   (on-carriers (n)
     (is (equal '((1 2 3) (1 2 3))
-               (in-fibers n 2 (lambda (i)
-                                (declare (ignore i))
-                                (run-fibers (loop for k from 1 to 3
-                                                  collect (let ((k k)) (make-fiber (lambda () (fiber-yield) k))))
-                                            :carrier-count 2)))))))
+               (in-fibers n 2
+                          (lambda (i)
+                            (declare (ignore i))
+                            (run-fibers (loop for k from 1 to 3
+                                              collect (let ((k k))
+                                                        (make-fiber (lambda () (fiber-yield) k))))
+                                        :carrier-count 2)))))))
 
 ;;; Prevents: a group, and its threads, for each call; there cannot be more than 62.
 (test run-fibers-in-fibers
@@ -298,22 +193,27 @@
                    (loop for i below 80
                          collect (let ((i i))
                                    (spawn (group)
-                                     (equal (list (list i group) (list (1+ i) group))
-                                            (run-fibers
-                                             (loop for k from i to (1+ i)
-                                                   collect (let ((k k))
-                                                             (make-fiber
-                                                              (lambda ()
-                                                                (fiber-yield)
-                                                                (list k (fiber-group (current-fiber)))))))))))))))
+                                     (equal
+                                      (list (list i group) (list (1+ i) group))
+                                      (run-fibers
+                                       (loop for k from i to (1+ i)
+                                             collect (let ((k k))
+                                                       (make-fiber
+                                                        (lambda ()
+                                                          (fiber-yield)
+                                                          (list k (fiber-group
+                                                                   (current-fiber)))))))))))))))
           (sb-int:unencapsulate 'sb-fiber::make-running-group 'test))
         (is (= 0 started))
         (is (eq groups sb-fiber::*groups*))
         ;; a single one, and none
-        (is (equal '((1) ()) (join (spawn (group) (list (run-fibers (make-fiber (constantly 1))) (run-fibers '()))))))
+        (is (equal '((1) ())
+                   (join (spawn (group)
+                           (list (run-fibers (make-fiber (constantly 1))) (run-fibers '()))))))
         ;; in a group of its own, if that is asked for
         (is (not (eq group (join (spawn (group)
-                                   (first (run-fibers (make-fiber (lambda () (fiber-group (current-fiber))))
+                                   (first (run-fibers (make-fiber (lambda ()
+                                                                    (fiber-group (current-fiber))))
                                                       :carrier-count 1)))))))))))
 
 ;;; A cleanup form may run fibers, when its group takes no more.
@@ -322,7 +222,8 @@
     (let* ((group (start-fibers nil :carrier-count n)) (values nil)
            (fiber (spawn (group)
                     (unwind-protect (fiber-park)
-                      (setf values (run-fibers (list (make-fiber (constantly 1)) (make-fiber (constantly 2)))))))))
+                      (setf values (run-fibers (list (make-fiber (constantly 1))
+                                                     (make-fiber (constantly 2)))))))))
       (wait-until-parked fiber)
       (is (eq t (finish-fibers group :abort t :timeout *patience*)))
       (is (equal '(1 2) values)))))
@@ -335,7 +236,8 @@
   "Functions that call another one in a thread and in fibers.")
 
 (defun endless-fibers (flag cleanups)
-  "Fibers that never end by themselves; each counts in FLAG when it has begun, and in CLEANUPS when it has been unwound."
+  "Fibers that never end by themselves; each counts in FLAG when it has begun, and in CLEANUPS when
+it has been unwound."
   (flet ((endless (function)
            (make-fiber (lambda ()
                          (unwind-protect (progn (count-one flag) (funcall function))
@@ -347,8 +249,9 @@
           (endless (lambda () (sleep 3600))))))
 
 (defun call-with-endless-fibers (function)
-  "Call FUNCTION with a function that runs endless fibers, after others that it may be given, and one that waits until
-all have begun. Return what it returns, :ALIVE if a fiber is alive then, or :UNCLEAN if one was not unwound."
+  "Call FUNCTION with a function that runs endless fibers, after others that it may be given, and
+one that waits until all have begun. Return what it returns, :ALIVE if a fiber is alive then, or
+:UNCLEAN if one was not unwound."
   (let* ((begun (make-flag)) (cleanups (make-flag)) (fibers (endless-fibers begun cleanups))
          (result (funcall function
                           (lambda (&optional others) (run-fibers (append others fibers)))
@@ -358,8 +261,12 @@ all have begun. Return what it returns, :ALIVE if a fiber is alive then, or :UNC
           (t result))))
 
 (defun failing-run (run all-begun)
-  (handler-case (funcall run (list (make-fiber (lambda () (funcall all-begun) (error 'expected-error)))))
-    (fiber-failed (condition) (and (typep (fiber-failed-cause condition) 'expected-error) :unwound))))
+  (handler-case (funcall run
+                         (list (make-fiber (lambda ()
+                                             (funcall all-begun)
+                                             (error 'expected-error)))))
+    (fiber-failed (condition)
+      (and (typep (fiber-failed-cause condition) 'expected-error) :unwound))))
 
 (defun run-with-timeout (run all-begun)
   (declare (ignore all-begun))
@@ -403,7 +310,8 @@ all have begun. Return what it returns, :ALIVE if a fiber is alive then, or :UNC
 (test run-fibers-terminated
   (on-carriers (n)
     (with-group (group n)
-      (let* ((begun (make-flag)) (cleanups (make-flag)) (fibers (endless-fibers begun cleanups)) (trace nil)
+      (let* ((begun (make-flag)) (cleanups (make-flag)) (fibers (endless-fibers begun cleanups))
+             (trace nil)
              (runner (spawn (group)
                        (unwind-protect (run-fibers fibers)
                          (setf trace (list (flag-count cleanups) (some #'fiber-alive-p fibers)))))))
@@ -411,23 +319,27 @@ all have begun. Return what it returns, :ALIVE if a fiber is alive then, or :UNC
         (terminate-fiber runner)
         (is (eq :abort (wait-for-end runner)))
         (is (equal '(3 nil) trace))))
-    (let* ((begun (make-flag)) (cleanups (make-flag)) (fibers (endless-fibers begun cleanups)) (trace nil)
+    (let* ((begun (make-flag)) (cleanups (make-flag)) (fibers (endless-fibers begun cleanups))
+           (trace nil)
            (runner (make-thread (lambda ()
                                   (unwind-protect (run-fibers fibers :carrier-count n)
-                                    (setf trace (list (flag-count cleanups) (some #'fiber-alive-p fibers))))))))
+                                    (setf trace (list (flag-count cleanups)
+                                                      (some #'fiber-alive-p fibers))))))))
       (is-true (wait-until (= 3 (flag-count begun))))
       (sb-thread:terminate-thread runner)
       (is (eq :unwound (join-thread runner :timeout *patience* :default :unwound)))
       (is (equal '(3 nil) trace)))))
 
-;;; Terminated once more, while it waits for a cleanup form, the fiber does not wait for it; it runs to its end.
+;;; Terminated once more, while it waits for a cleanup form, the fiber does not wait for it; it runs
+;;; to its end.
 (test run-fibers-in-a-fiber-unwound-twice
   (on-carriers (n)
     (with-group (group n)
       (let* ((started (make-flag)) (cleaning (make-flag)) (stop (make-flag)) (cleanups (make-flag))
              (runner (spawn (group)
                        (run-fibers (make-fiber (lambda ()
-                                                 (unwind-protect (progn (raise-flag started) (fiber-park))
+                                                 (unwind-protect (progn (raise-flag started)
+                                                                        (fiber-park))
                                                    (raise-flag cleaning)
                                                    (loop until (flag-value stop) do (sleep 1/1000))
                                                    (count-one cleanups))))))))
@@ -451,7 +363,8 @@ all have begun. Return what it returns, :ALIVE if a fiber is alive then, or :UNC
 
 ;;;; Aborting
 
-;;; Prevents: a cleanup form that is unwound, since the fiber's group and the one who runs it both end it.
+;;; Prevents: a cleanup form that is unwound, since the fiber's group and the one that runs it both
+;;; end it.
 (test aborted-by-two
   (on-carriers (n)
     (with-group (group n)
@@ -471,8 +384,35 @@ all have begun. Return what it returns, :ALIVE if a fiber is alive then, or :UNC
         (raise-flag flag)
         (is (eq :aborted (fiber-join fiber :default :aborted)))))))
 
-;;; Prevents: a fiber that learns that those which it runs were aborted, before it learns that it is aborted itself,
-;;; and fails with an error of its own.
+;;; Prevents: a cleanup form that is cut short, since two want the end of the group, as EXIT may.
+(test aborted-by-two-at-once
+  (on-carriers (n)
+    (let* ((group (start-fibers nil :carrier-count (if (migration-wanted-p) (max 2 n) n)))
+           (entered (make-flag)) (leave (make-flag)) (whole (make-flag))
+           (fiber (spawn (group)
+                    (unwind-protect (fiber-park)
+                      (raise-flag entered)
+                      (loop until (flag-value leave) do (sleep 1/1000))
+                      (raise-flag whole))))
+           (first (progn (wait-until-parked fiber)
+                         (make-thread #'finish-fibers :arguments (list group :abort t)))))
+      (is-true (wait-until (flag-value entered)))
+      (is (eq nil (finish-fibers group :abort t :timeout 1/100)))
+      (raise-flag leave)
+      (is (eq t (join-thread first :timeout *patience*)))
+      (is-true (flag-value whole)))))
+
+;;; Prevents: a fiber that cannot be ended, as it waits in a cleanup form.
+(test aborted-again
+  (on-carriers (n)
+    (let* ((group (start-fibers nil :carrier-count (if (migration-wanted-p) (max 2 n) n)))
+           (fiber (spawn (group) (unwind-protect (fiber-park) (fiber-park)))))
+      (wait-until-parked fiber)
+      (is (eq nil (finish-fibers group :abort t :timeout 1/100)))
+      (is (eq t (finish-fibers group :abort t :timeout *patience*))))))
+
+;;; Prevents: a fiber that learns that those which it runs were aborted, before it learns that it is
+;;; aborted itself, and fails with an error of its own.
 (test parents-are-aborted-as-their-children
   (on-carriers (n)
     (let ((group (start-fibers nil :carrier-count (if (migration-wanted-p) (max 2 n) n))))

@@ -174,7 +174,8 @@ connection has ended."
   (with-server (server)
     (loop repeat 2
           do (with-client (socket server)
-               (let ((expected (format nil "127.0.0.1 ~D 127.0.0.1 ~D" (usocket:get-local-port socket)
+               (let ((expected (format nil "127.0.0.1 ~D 127.0.0.1 ~D"
+                                       (usocket:get-local-port socket)
                                        (hunchentoot:acceptor-port server))))
                  (loop repeat 2
                        do (is (equal expected (nth-value 1 (request socket "/addresses"))))))))))
@@ -390,22 +391,15 @@ connection has ended."
 
 (load (merge-pathnames "support/limits.lisp" *load-truename*))
 
-(defun call-without-descriptors (function)
-  "Call FUNCTION while no descriptor can be opened."
-  (let ((limit (exchange-descriptor-limit (lowest-free-descriptor))))
-    (unwind-protect (funcall function)
-      (exchange-descriptor-limit limit))))
-
 (test accepting-without-descriptors
   (with-server (server :carrier-count 1)
     (let ((socket (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp)))
       (unwind-protect
            (progn
-             (call-without-descriptors
-              (lambda ()
-                (sb-bsd-sockets:socket-connect socket #(127 0 0 1)
-                                               (hunchentoot:acceptor-port server))
-                (wait-until (lambda () (acceptor-messages server)))))
+             (with-free-descriptors (0)
+               (sb-bsd-sockets:socket-connect socket #(127 0 0 1)
+                                              (hunchentoot:acceptor-port server))
+               (wait-until (lambda () (acceptor-messages server))))
              (is (search "Cannot accept a connection" (car (acceptor-messages server))))
              (wait-until (lambda () (= 1 (connection-count server)))))
         (sb-bsd-sockets:socket-close socket)))
@@ -415,12 +409,11 @@ connection has ended."
   (with-server (server :carrier-count 1)
     (let ((socket (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp)))
       (unwind-protect
-           (call-without-descriptors
-            (lambda ()
-              (sb-bsd-sockets:socket-connect socket #(127 0 0 1)
-                                             (hunchentoot:acceptor-port server))
-              (wait-until (lambda () (acceptor-messages server)))
-              (hunchentoot:stop server)))
+           (with-free-descriptors (0)
+             (sb-bsd-sockets:socket-connect socket #(127 0 0 1)
+                                            (hunchentoot:acceptor-port server))
+             (wait-until (lambda () (acceptor-messages server)))
+             (hunchentoot:stop server))
         (sb-bsd-sockets:socket-close socket)))
     (is (refused-p server))
     (hunchentoot:start server)

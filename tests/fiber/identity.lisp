@@ -1,5 +1,5 @@
-;;;; A fiber is a thread to everybody who asks: bindings, names, stacks, lists, owners, the
-;;;; debugger, Ctrl-C, fork, profiling
+;;;; A fiber is a thread to all that ask: bindings, names, stacks, lists, owners, the debugger,
+;;;; Ctrl-C, fork, profiling
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -27,8 +27,9 @@
       (second (sb-thread::symbol-value-in-thread-error-info condition)))))
 
 (defmacro with-fibers-in-all-states ((group carrier-count fibers) &body body)
-  "Execute BODY with FIBERS bound to a fiber that is parked, one that is mounted and computes, and one that
-is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOUT-VALUE* is bound to nothing."
+  "Execute BODY with FIBERS bound to a fiber that is parked, one that is mounted and computes, and
+one that is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOUT-VALUE* is
+bound to nothing."
   `(with-group (,group ,carrier-count)
      (let ((stop nil))
        (flet ((begin (function)
@@ -51,7 +52,8 @@ is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOU
                (setf stop t)
                (fiber-unpark parked))))))))
 
-;;; Prevents: the carrier's value, a value that the fiber had bound before, or none, in one of the states.
+;;; Prevents: the carrier's value, a value that the fiber had bound before, or none, in one of the
+;;; states.
 (test symbol-value-in-fibers
   (on-carriers (n :counts '(2 16))
     (with-fibers-in-all-states (group n fibers)
@@ -124,9 +126,10 @@ is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOU
 (test symbol-value-in-thread
   (on-carriers (n)
     (with-group (group n)
-      (let ((fiber (wait-until-parked (spawn (group) (let ((*print-base* 7) (*print-radix* (list 1)))
-                                                       (fiber-park)
-                                                       (list *print-base* *print-radix*))))))
+      (let ((fiber (wait-until-parked (spawn (group)
+                                        (let ((*print-base* 7) (*print-radix* (list 1)))
+                                          (fiber-park)
+                                          (list *print-base* *print-radix*))))))
         (sb-ext:gc)
         (flet ((value (symbol) (sb-thread:symbol-value-in-thread symbol fiber)))
           (is (eql 7 (value '*print-base*)))
@@ -153,9 +156,11 @@ is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOU
 ;;; Prevents: the carrier's OS thread under the name of a fiber.
 (test renaming-oneself
   (with-group (group 1)
-    (is (equal '("renamed fiber" nil) (join (spawn (group :name "a name") (rename-oneself "renamed fiber")))))
+    (is (equal '("renamed fiber" nil)
+               (join (spawn (group :name "a name") (rename-oneself "renamed fiber")))))
     (is (equal '("renamed thread" t)
-               (sb-thread:join-thread (sb-thread:make-thread #'rename-oneself :arguments '("renamed thread")))))
+               (sb-thread:join-thread (sb-thread:make-thread #'rename-oneself
+                                                             :arguments '("renamed thread")))))
     (let ((fiber (make-fiber #'list)))
       (setf (sb-thread:thread-name fiber) "late")
       (is (string= "late" (fiber-name fiber))))))
@@ -179,7 +184,8 @@ is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOU
     (let ((fiber (wait-until-parked (spawn (group) (fiber-park)))))
       (flet ((lists ()
                (list (sb-thread:list-all-threads)
-                     (sb-thread::avltree-filter #'sb-thread::avlnode-data sb-thread::*all-threads*))))
+                     (sb-thread::avltree-filter #'sb-thread::avlnode-data
+                                                sb-thread::*all-threads*))))
         (dolist (list (append (lists) (join (spawn (group) (lists)))))
           (is (notany #'sb-fiber::fiber-p list))))
       ;; carriers are hidden, and are among all threads
@@ -328,12 +334,15 @@ is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOU
   (sb-alien:with-alien ((thread sb-alien:unsigned))
     (assert (= 0 (sb-alien:alien-funcall
                   (sb-alien:extern-alien "pthread_create"
-                                         (function sb-alien:int (* sb-alien:unsigned) sb-alien:unsigned
+                                         (function sb-alien:int (* sb-alien:unsigned)
+                                                   sb-alien:unsigned
                                                    sb-sys:system-area-pointer sb-alien:unsigned))
                   (sb-alien:addr thread) 0
-                  (sb-alien:alien-sap (sb-alien::alien-callable-function 'called-in-foreign-thread)) 0)))
+                  (sb-alien:alien-sap (sb-alien::alien-callable-function 'called-in-foreign-thread))
+                  0)))
     (sb-alien:alien-funcall
-     (sb-alien:extern-alien "pthread_join" (function sb-alien:int sb-alien:unsigned sb-alien:unsigned))
+     (sb-alien:extern-alien "pthread_join"
+                            (function sb-alien:int sb-alien:unsigned sb-alien:unsigned))
      thread 0))
   **result**)
 
@@ -384,16 +393,22 @@ is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOU
                                (let ((pid (funcall (intern "FORK" "SB-POSIX"))))
                                  (when (= pid 0)
                                    ;; fibers work in the child
-                                   (sb-ext:exit :code (first (run-fibers (make-fiber (lambda () (sleep 1/100) code))
-                                                                         :carrier-count 2))
-                                                :abort t))
-                                 (ash (nth-value 1 (funcall (intern "WAITPID" "SB-POSIX") pid 0)) -8))
+                                   (sb-ext:exit
+                                    :code (first (run-fibers
+                                                  (make-fiber (lambda () (sleep 1/100) code))
+                                                  :carrier-count 2))
+                                    :abort t))
+                                 (ash (nth-value 1 (funcall (intern "WAITPID" "SB-POSIX") pid 0))
+                                      -8))
                              (error (condition)
-                               (if (search "FINISH-FIBERS" (princ-to-string condition)) :refused condition)))))
+                               (if (search "FINISH-FIBERS" (princ-to-string condition))
+                                   :refused
+                                   condition)))))
                     (let* ((first (fork 11))
                            (group (start-fibers nil :carrier-count 2))
                            (refused (fork 1))
-                           (refused-too (fiber-join (submit-fiber group (make-fiber (lambda () (fork 2)))))))
+                           (refused-too (fiber-join
+                                         (submit-fiber group (make-fiber (lambda () (fork 2)))))))
                       (finish-fibers group)
                       (prin1 (list refused first refused-too (fork 12)))
                       (terpri))))
@@ -408,12 +423,16 @@ is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOU
       (defun burn (n) (loop repeat n sum (length (make-list 100)) do (fiber-yield)))
       (let ((stop nil)
             (group (start-fibers nil :carrier-count 4)))
-        (funcall (intern "START-PROFILING" "SB-SPROF") :mode ,mode :sample-interval 0.0005 :max-samples 100000)
+        (funcall (intern "START-PROFILING" "SB-SPROF") :mode ,mode :sample-interval 0.0005
+                 :max-samples 100000)
         (let ((fibers (loop repeat 20
-                            collect (submit-fiber group (make-fiber (lambda ()
-                                                                      (handler-bind ((warning #'muffle-warning))
-                                                                        (loop until stop do (burn 100)
-                                                                                            (sleep 1/1000)))))))))
+                            collect (submit-fiber
+                                     group
+                                     (make-fiber (lambda ()
+                                                   (handler-bind ((warning #'muffle-warning))
+                                                     (loop until stop
+                                                           do (burn 100)
+                                                              (sleep 1/1000)))))))))
           (sleep 1)
           (sb-ext:gc)
           (setf stop t)
@@ -439,8 +458,8 @@ is or is not as it likes: in each *BOUND* is 1, below which it is 0, and *WITHOU
           (terpri))))
    :wrapper '("timeout" "60")))
 
-;;; Prevents: a crash of the handler on a fiber's stack. A trace leads through the fiber's stack to its base, and
-;;; counts for the carrier.
+;;; Prevents: a crash of the handler on a fiber's stack. A trace leads through the fiber's stack to
+;;; its base, and counts for the carrier.
 (test sb-sprof
   (dolist (mode '(:cpu :alloc :time))
     (let ((text (profile mode)))

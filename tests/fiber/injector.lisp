@@ -1,4 +1,4 @@
-;;;; the injector alone: fiber-injector.lisp, without a scheduler
+;;;; the injector alone: fiber/injector.lisp, without a scheduler
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -42,7 +42,8 @@
     (is (equal (subseq fibers 2) (take-at-most injector 10)))))
 
 (defun random-operations (n)
-  "Do N operations on an injector and on a list. Return the number of the first that differs, or NIL."
+  "Do N operations on an injector and on a list. Return the number of the first that differs, or
+NIL."
   (let ((injector (sb-fiber::make-injector))
         (model '())
         (spare (make-fibers 100)))
@@ -87,7 +88,8 @@
 
 ;;; From the front, from the middle, from the end.
 (test taking-those-that-others-ran
-  (dolist (numbers '((1 2 2 2) (2 1 2 2) (2 2 2 1) (1 2 1 2) (2 1 1 2) (1 1 1 1) (2 2 2 2) (nil 1 2 nil)))
+  (dolist (numbers '((1 2 2 2) (2 1 2 2) (2 2 2 1) (1 2 1 2) (2 1 1 2) (1 1 1 1) (2 2 2 2)
+                     (nil 1 2 nil)))
     (let ((injector (sb-fiber::make-injector))
           (fibers (make-fibers 4))
           (more (make-fibers 2)))
@@ -103,7 +105,7 @@
         (put-all injector more)
         (is (equal (append (those #'eql) more) (take-at-most injector 10)))))))
 
-;;; Prevents: two threads that put at once, of whom one is forgotten; places that are given away.
+;;; Prevents: two threads that put at once, one of which is forgotten; places that are given away.
 (test several-threads
   (loop repeat 10
         do (let* ((injector (sb-fiber::make-injector))

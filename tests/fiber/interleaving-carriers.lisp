@@ -1,4 +1,4 @@
-;;;; All orders of the steps of carriers that go to sleep and those who have work for them: fiber.lisp
+;;;; All orders of the steps of carriers that go to sleep and of what has work for them: fiber.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -60,12 +60,12 @@
                   (lambda ()
                     (unless (steps::carrier-scheduler spare)
                       (when (steps::carrier-scheduler spare)
-                        (fail-history "Who runs a fiber is given a scheduler."))))
+                        (fail-history "A carrier that runs a fiber is given a scheduler."))))
                   spare)))
        ("spare" (steps::carrier-loop spare)))
     nil))
 
-;;; Who has taken a spare finds no scheduler for it. Meanwhile a fiber has come home to it.
+;;; What has taken a spare finds no scheduler for it. Meanwhile a fiber has come home to it.
 (defparameter *put-back*
   (history ((group (make-test-group 1))
             (blocked (make-test-carrier group 0))
@@ -79,8 +79,8 @@
        ("waker" (steps::queue-fiber (make-runnable-fiber group (lambda () (incf ran)) spare))))
     (ran-problem ran 1)))
 
-;;; The first fiber computes until the second one has run: a carrier must not keep both while another
-;;; sleeps. That one has looked for work already when both are injected.
+;;; The first fiber computes until the second one has run: a carrier must not keep both while
+;;; another sleeps. That one has looked for work already when both are injected.
 (defun make-dependent-fibers (group)
   (let ((cell (vector 0)))
     (list (make-runnable-fiber
@@ -173,7 +173,7 @@
 (test bug-not-passing-a-fiber-on
   (with-short-searches
     (with-forced-steps
-      ;; Who finds that another one sleeps would not sleep himself, and try for ever.
+      ;; A carrier that finds another one asleep would not sleep itself, and try for ever.
       (with-changes (("TAKE-MIGRANT" "(wake-one-idle group)" "nil")
                      ("INJECTED-FOR-P" "(logandc2 (fiber-group-idle group)
                                          (ash 1 (poller-index (scheduler-poller scheduler))))"
@@ -250,14 +250,14 @@
 
 (test bug-waking-only-who-is-said-to-be-asleep
   (with-short-searches
-    (with-changes (("WAKE-CARRIER" "(cas (carrier-alarm carrier) 0 1)" "1"))
+    (with-changes (("WAKE-CARRIER" "(cas (carrier-wake-word carrier) 0 1)" "1"))
       (fails *send-home-to-spare*))))
 
 (test bug-clearing-the-alarm-after-looking
   (with-short-searches
-    (with-changes (("IDLE-AS-SPARE" "(sleep-on-alarm carrier)"
-                                    "(progn (setf (carrier-alarm carrier) 0)
-                                            (sleep-on-alarm carrier))"))
+    (with-changes (("IDLE-AS-SPARE" "(sleep-as-spare carrier)"
+                                    "(progn (setf (carrier-wake-word carrier) 0)
+                                            (sleep-as-spare carrier))"))
       (fails *send-home-to-spare*))))
 
 (test two-schedulers-are-given-away

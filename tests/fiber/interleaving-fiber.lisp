@@ -1,4 +1,5 @@
-;;;; All orders of the steps of those who park a fiber, wake it and interrupt it: fiber.lisp, fiber-wait.lisp
+;;;; All orders of the steps of what parks a fiber, wakes it and interrupts it: fiber.lisp,
+;;;; fiber/interrupt.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.

@@ -1,4 +1,5 @@
-;;;; All orders of the steps of those who submit fibers to a group and those who finish it: fiber-life.lisp
+;;;; All orders of the steps of what submits fibers to a group and what finishes it:
+;;;; fiber/population.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -14,10 +15,12 @@
 (def-suite* interleaving-group)
 
 (defun population-problem (group entered closed)
-  "ENTERED fibers have been counted and not ended; CLOSED is true if somebody believes that there are none."
+  "ENTERED fibers have been counted and not ended; CLOSED is true if somebody believes that there
+are none."
   (let ((alive (sb-fiber::fiber-group-alive group)))
     (or (problem (/= alive entered) "~D are counted, and ~D have been accepted." alive entered)
-        (problem (and closed (plusp entered)) "~D have been accepted by a group that ends." entered))))
+        (problem (and closed (plusp entered)) "~D have been accepted by a group that ends."
+                 entered))))
 
 (defun enter-and-leave (group)
   "Be a fiber, and then one more, which stays. Return how many have stayed."
@@ -43,7 +46,7 @@
     (or (population-problem group (+ first second) nil)
         (problem (sb-fiber::enter-population group) "It is still open."))))
 
-;;; The cell is what the table of the living is to who is listed.
+;;; The cell is what the table of the living is to a fiber that is listed.
 (defparameter *enter-and-list*
   (history ((group (make-test-group 1)) (cell (vector nil)) (entered nil) (all nil) (seen nil))
       (("submitter" (when (setf entered (steps::enter-population group))
@@ -67,14 +70,16 @@
   (holds *submit-and-abort*))
 
 (test bug-counting-without-compare-and-swap
-  (with-changes (("ENTER-POPULATION" "(cas (fiber-group-population group) old (truly-the word (+ old 1 +entry+)))"
-                                     "(progn (setf (fiber-group-population group) (+ old 1 +entry+)) old)"))
+  (with-changes (("ENTER-POPULATION"
+                  "(cas (fiber-group-population group) old (truly-the word (+ old 1 +entry+)))"
+                  "(progn (setf (fiber-group-population group) (+ old 1 +entry+)) old)"))
     (fails *submit-and-finish*)
     (fails *submit-and-abort*)))
 
 (test bug-closing-after-looking
-  (with-changes (("CLOSE-IF-EMPTY" "(cas (fiber-group-population group) 0 +closed+)"
-                                   "(let ((old (fiber-group-population group)))
-                                      (when (= old 0) (setf (fiber-group-population group) +closed+))
-                                      old)"))
+  (with-changes (("CLOSE-IF-EMPTY"
+                  "(cas (fiber-group-population group) 0 +closed+)"
+                  "(let ((old (fiber-group-population group)))
+                     (when (= old 0) (setf (fiber-group-population group) +closed+))
+                     old)"))
     (fails *submit-and-finish*)))

@@ -1,4 +1,5 @@
-;;;; All orders of the steps of carriers that lose their schedulers and those who take them: fiber-monitor.lisp
+;;;; All orders of the steps of carriers that lose their schedulers and of what takes those:
+;;;; fiber/monitor.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -13,8 +14,8 @@
 
 (def-suite* interleaving-monitor)
 
-;;; The stuck fiber makes another one runnable, and so does one that the spare runs: two carriers would
-;;; put into one queue.
+;;; The stuck fiber makes another one runnable, and so does one that the spare runs: two carriers
+;;; would put into one queue.
 (defun queued-fibers (group)
   "How many fibers are in the first run queue and in the injector of GROUP."
   (+ (length (queue-contents (sb-fiber::scheduler-queue
@@ -31,7 +32,7 @@
   (history ((group (make-test-group 1))
             (stuck (make-test-carrier group 0))
             (spare (make-test-carrier group)))
-      (("stuck" (setf (sb-fiber::carrier-turn stuck) 2)
+      (("stuck" (setf (sb-fiber::carrier-epoch stuck) 2)
                 (make-runnable-on stuck))
        ("monitor" (setf (svref (sb-fiber::fiber-group-spares group) 0) spare)
                   (steps::take-scheduler-away group stuck))
@@ -42,11 +43,12 @@
 
 ;;; The places in between are locked, and with store buffers make too many orders.
 (defmacro with-direct-hand-over ((&rest changes) &body body)
-  `(with-changes (("TAKE-SCHEDULER-AWAY" "(pass-scheduler-on group scheduler)"
-                                         "(setf (carrier-scheduler
-                                                 (truly-the carrier (svref (fiber-group-spares group) 0)))
-                                                scheduler)"
-                                         ,@changes))
+  `(with-changes (("TAKE-SCHEDULER-AWAY"
+                   "(pass-scheduler-on group scheduler)"
+                   "(setf (carrier-scheduler
+                           (truly-the carrier (svref (fiber-group-spares group) 0)))
+                          scheduler)"
+                   ,@changes))
      ,@body))
 
 ;;; The carrier is not stuck any more: it is asleep, or looks for work.
@@ -73,7 +75,7 @@
 (defparameter *take-away-while-given*
   (history ((group (make-test-group 1))
             (carrier (make-test-carrier group 0)))
-      (("carrier" (setf (sb-fiber::carrier-turn carrier) 2)
+      (("carrier" (setf (sb-fiber::carrier-epoch carrier) 2)
                   (steps::give-scheduler-away carrier))
        ("monitor" (steps::take-scheduler-away group carrier)))
     (problem (/= 1 (count-if-not #'integerp (sb-fiber::fiber-group-orphans group)))
@@ -114,7 +116,8 @@
             (blocked (make-test-carrier group 0))
             (spare (make-test-carrier group)))
       (("blocked" (steps::give-scheduler-away blocked)
-                  (steps::queue-fiber (make-runnable-fiber group (lambda () (leave-carrier spare)) spare)))
+                  (steps::queue-fiber (make-runnable-fiber group (lambda () (leave-carrier spare))
+                                                           spare)))
        ("spare" (steps::carrier-loop spare))
        ("monitor" (steps::take-scheduler-away group spare)))
     nil))
@@ -132,8 +135,8 @@
 (test bug-a-spare-that-leaves-fibers-while-it-is-listed
   (with-short-searches
     (with-taker-who-uses-it
-      (with-changes (("IDLE-AS-SPARE" "(sleep-on-alarm carrier)"
-                                      "(progn (run-inbox carrier) (sleep-on-alarm carrier))"))
+      (with-changes (("IDLE-AS-SPARE" "(sleep-as-spare carrier)"
+                                      "(progn (run-inbox carrier) (sleep-as-spare carrier))"))
         (fails *take-away-when-one-comes-home* :switches 2)))))
 
 (test schedulers-taken-away
@@ -162,14 +165,16 @@
 
 (test bug-a-spare-that-waits-for-the-scheduler-that-it-has-lost
   (with-short-searches
-    (with-changes (("IDLE-AS-SPARE" "(eq (carrier-spare carrier) :taken)" "(carrier-scheduler carrier)"))
+    (with-changes (("IDLE-AS-SPARE" "(eq (carrier-spare carrier) :taken)"
+                    "(carrier-scheduler carrier)"))
       (fails *take-away-from-spare* :switches 2))))
 
 (test bug-taking-away-without-looking-who-was-faster
   (with-short-searches
     (with-changes (("PUT-IN-PLACE" "(length places)" "2")
-                   ("DETACH-SCHEDULER" "(eq (cas (carrier-scheduler carrier) scheduler nil) scheduler)"
-                                       "(progn (setf (carrier-scheduler carrier) nil) t)"))
+                   ("DETACH-SCHEDULER"
+                    "(eq (cas (carrier-scheduler carrier) scheduler nil) scheduler)"
+                    "(progn (setf (carrier-scheduler carrier) nil) t)"))
       (fails *take-away-while-given*))))
 
 ;;; The monitor's alarm is on, and goes on again when there is something to see.
@@ -177,18 +182,18 @@
   (history ((group (make-test-group 1))
             (sawp nil))
       (("monitor" (loop until (= 1 (read-word 0))
-                        do (steps::wait-for-alarm group nil))
+                        do (steps::wait-for-wake-up group nil))
                   (setf sawp t))
-       ("ringer" (steps::ring-monitor group)
+       ("ringer" (steps::wake-monitor group)
                  (write-word 0 1)
-                 (steps::ring-monitor group)))
+                 (steps::wake-monitor group)))
     (problem (not sawp) "The monitor sleeps.")))
 
 (test the-monitor-does-not-sleep-over-its-alarm
   (holds *ring* :store-buffers t))
 
 (test bug-the-monitor-clears-its-alarm-without-a-barrier
-  (with-changes (("WAIT-FOR-ALARM" "(barrier (:memory))" "nil"))
+  (with-changes (("WAIT-FOR-WAKE-UP" "(barrier (:memory))" "nil"))
     (fails *ring* :store-buffers t)))
 
 (test bug-dozing-without-a-barrier
@@ -199,5 +204,7 @@
 (test bug-a-carrier-that-does-not-rouse-the-monitor
   (with-short-searches
     (with-changes (("SLEEP-IN-POLLER"
-                    "(unless (= (fiber-group-monitor-asleep group) 0) (rouse-monitor group))" "nil"))
+                    "(unless (= (fiber-group-monitor-asleep group) 0)
+                       (wake-monitor-if-asleep group))"
+                    "nil"))
       (fails *rouse*))))

@@ -1,4 +1,4 @@
-;;;; All orders of the steps of those who wait for a word and wake its waiters: fiber-parking.lisp
+;;;; All orders of the steps of what waits for a word and what wakes its waiters: fiber/parking.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -37,7 +37,7 @@
 ;;; It would be a thread's turn.
 (defparameter *fiber-waits-alone*
   (history ((fiber (make-test-fiber)))
-      (("fiber" (setf (sb-fiber::bucket-turn *bucket*) 1)
+      (("fiber" (setf (sb-fiber::bucket-preference *bucket*) 1)
                 (wait-in-fiber fiber))
        ("waker" (write-word word-address 1)
                 (steps::wake-on-word word-address 1)))
@@ -68,7 +68,7 @@
                 (steps::wake-on-word word-address (ash 1 29))))
     (or (phase-problem first second) (bucket-problem))))
 
-;;; Who is taken by a waker must say that he was woken: it may have been the only wake.
+;;; A fiber that a waker has taken must say that it was woken: it may have been the only wake.
 (defparameter *wake-or-time-out*
   (history ((fiber (make-test-fiber))
             (result nil)
@@ -128,7 +128,8 @@
     (fails *fiber-waits* :store-buffers t)))
 
 (test bug-one-kind-starves
-  (with-changes (("WAKE-IN-TURN" "(wake-fibers bucket address (wake-natives bucket address n))"
+  (with-changes (("WAKE-BY-PREFERENCE"
+                  "(wake-fibers bucket address (wake-natives bucket address n))"
                                  "(wake-natives bucket address n)"))
     (fails *fiber-waits-alone*)))
 
@@ -170,8 +171,10 @@
   (release-word))
 
 (defun mutex-problem (holders)
-  (or (problem (/= 0 (svref *memory* word-address)) "The state is ~D." (svref *memory* word-address))
-      (problem (/= holders (svref *memory* counter-address)) "~D have held the mutex, and ~D counted."
+  (or (problem (/= 0 (svref *memory* word-address)) "The state is ~D."
+               (svref *memory* word-address))
+      (problem (/= holders (svref *memory* counter-address))
+               "~D have held the mutex, and ~D counted."
                holders (svref *memory* counter-address))))
 
 (defun lock-and-work (fiber)

@@ -1,4 +1,5 @@
-;;;; All orders of the steps of those who wait for descriptors, report and close them: fiber-poller.lisp
+;;;; All orders of the steps of fibers that wait for descriptors, and of what reports and closes
+;;;; those: fiber/waiter-map.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -34,7 +35,7 @@
        ("epoll" (serve-epoll)))
     (or (results-problem :ready read written) (phase-problem reader writer) (cell-problem))))
 
-;;; One who waits for output, in vain, must not make the poller forget the other.
+;;; A fiber that waits for output, in vain, must not make the poller forget the other.
 (defparameter *input-only*
   (history ((reader (make-test-fiber))
             (writer (make-test-fiber))
@@ -57,7 +58,7 @@
     (or (results-problem :ready first-result second-result)
         (phase-problem first second) (cell-problem))))
 
-;;; Who joins one that cannot wait must not wait for a report that nobody has asked for.
+;;; A fiber that joins one that cannot wait must not wait for a report that was never asked for.
 (defparameter *two-failures*
   (history ((first (make-test-fiber))
             (second (make-test-fiber))
@@ -113,7 +114,7 @@
 (defun writer-problem (fiber)
   (problem (not (and (eq (steps::outcome-of-wait (sb-fiber::fiber-wait-result fiber)) :closed)
                      (eq (stack-state fiber) :runnable)))
-           "Who waited for output does not know that the descriptor is closed."))
+           "The fiber that waited for output does not know that the descriptor is closed."))
 
 ;;; The fiber is woken early, and waits elsewhere as soon as it can: the closer's chain
 ;;; must be whole until its end.
@@ -220,7 +221,8 @@
                   (logtest direction (cdr entry))))
            (epoll-log *epoll*)))
 
-;;; A report disarms both directions. Those who wait for input go away, and the next waits in another poller.
+;;; A report disarms both directions. Those that wait for input go away, and the next waits in
+;;; another poller.
 (defparameter *exchange-of-readers*
   (history ((second (make-waiter #'(setf sb-fiber::fd-cell-input) nil))
             (first (make-waiter #'(setf sb-fiber::fd-cell-input) second))
@@ -245,8 +247,9 @@
   (holds *exchange-of-readers*))
 
 (test bug-a-wish-for-one-direction-only
-  (with-changes (("HANDLE-REPORT" "(wish-to-arm cell wanted)"
-                                  "(wish-to-arm cell (if (logtest wanted +input+) +input+ +output+))"))
+  (with-changes (("HANDLE-REPORT"
+                  "(wish-to-arm cell wanted)"
+                  "(wish-to-arm cell (if (logtest wanted +input+) +input+ +output+))"))
     (fails *exchange-of-readers*)))
 
 (test bug-a-wish-that-is-taken-out-too-early
@@ -291,6 +294,22 @@
                        (armed-in-p heir sb-fiber::+input+)))
              "Nobody would report to the second.")))
 
+;;; The first ends, and its group, which frees the heir. The next who waits has a poller of its own.
+(defparameter *free-poller-and-heir*
+  (history ((first (make-waiter #'(setf sb-fiber::fd-cell-input) nil))
+            (next (make-test-fiber))
+            (heir (sb-fiber::scheduler-poller (make-test-scheduler nil 1)))
+            (other (sb-fiber::scheduler-poller (make-test-scheduler nil 2)))
+            (pollers (setf steps::*pollers* (vector t heir other))))
+      (("first" (when (steps::remove-waiter *cell* first sb-fiber::+input+)
+                  (steps::forget-poller-in-cells 1 (constantly nil))
+                  (setf (steps::svref pollers 1) nil)
+                  (steps::add-waiter *cell* next sb-fiber::+input+ other 0)))
+       ("freer" (steps::forget-poller-in-cells 0 (lambda (fiber) (if (eq fiber next) other heir)))))
+    (problem (not (and (= 2 (sb-fiber::fd-cell-input-poller *cell*))
+                       (armed-in-p other sb-fiber::+input+)))
+             "Nobody would report to the next.")))
+
 (defun chain-of (fiber)
   (loop while fiber collect fiber do (setf fiber (sb-fiber::fiber-wait-next fiber))))
 
@@ -298,8 +317,17 @@
   (holds *free-poller*)
   (holds *free-poller-and-end*))
 
+(test a-poller-and-its-heir-that-are-freed
+  (holds *free-poller-and-heir*))
+
+(test bug-rearming-for-one-who-has-left
+  (with-changes (("REARM-ELSEWHERE"
+                  "(eq first (if (= direction +input+) (fd-cell-input cell) (fd-cell-output cell)))"
+                  "t"))
+    (fails *free-poller-and-heir*)))
+
 (test bug-asking-one-for-the-heir
-  (with-changes (("FIND-HEIR" "(or poller (eq first (first-in-poller cell direction index)))" "t"))
+  (with-changes (("FIND-HEIR" "(eq first (first-in-poller cell direction index))" "t"))
     (fails *free-poller-and-end*)))
 
 (test bug-arming-in-a-poller-that-is-freed
@@ -394,7 +422,8 @@
 
 (test bug-not-comparing-after-a-wait
   (with-changes (("PARK-ON-FILE" "(ensure-same-file cell file)" "nil")
-                 ("CALL-ON-FILE" "(ensure-same-file cell file)" "(setf sb-fiber-tests::*compared* (= tries 1))"))
+                 ("CALL-ON-FILE" "(ensure-same-file cell file)"
+                  "(setf sb-fiber-tests::*compared* (= tries 1))"))
     (fails *call-and-close*)))
 
 (test bug-waiting-for-the-next-file

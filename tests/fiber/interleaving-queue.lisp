@@ -1,4 +1,4 @@
-;;;; All orders of the steps of those who put into a run queue and take from it: fiber-deque.lisp
+;;;; All orders of the steps of what puts into a run queue and takes from it: fiber/run-queue.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.

@@ -36,8 +36,8 @@
                                       (close out-1)
                                       (join other)))))))))))))) 
 
-;;; One fiber reads, one writes, on each of the two sides. Prevents: an arm for one direction that cancels the
-;;; other.
+;;; One fiber reads, one writes, on each of the two sides. Prevents: an arm for one direction that
+;;; cancels the other.
 (test both-directions-on-one-descriptor
   (on-carriers (n)
     (with-group (group n)
@@ -66,7 +66,8 @@
                                always (= (read-byte in) (aref data i))))))
           (is (equal '(:written t) (join-all (list writer reader)))))))))
 
-;;; The kernel cannot be told not to wait for those. Prevents: a carrier that waits for a fiber of its own.
+;;; The kernel cannot be told not to wait for those. Prevents: a carrier that waits for a fiber of
+;;; its own.
 (test named-pipe-whose-reader-is-slow
   (with-group-of-same-carriers (group 1)
     (with-named-pipe (path)
@@ -84,8 +85,9 @@
                          (let ((buffer (make-array 1000000 :element-type '(unsigned-byte 8))))
                            (loop with n = 0
                                  while (< n 1000000)
-                                 do (setf n (read-sequence buffer input :start n
-                                                                        :end (min 1000000 (+ n 30000))))
+                                 do (setf n (read-sequence
+                                             buffer input
+                                             :start n :end (min 1000000 (+ n 30000))))
                                     (fiber-yield))
                            (equalp buffer data)))))
           (is (equal '(:written t) (join-all (list writer reader)))))))))
@@ -102,7 +104,7 @@
                            :written))))
           (is (equal '("through a named pipe" :written) (join-all (list reader writer)))))))))
 
-;;; The only carrier must not wait in the kernel for somebody who does not read, or does not write.
+;;; The only carrier must not wait in the kernel for a peer that does not read, or does not write.
 (test peer-that-does-not-read
   (with-group (group 1)
     (with-sockets (a b)
@@ -158,9 +160,10 @@
     (with-group (group n)
       (with-sockets (a b)
         (let ((writer (spawn (group)
-                        (handler-case (loop with stream = (stream-of a :element-type '(unsigned-byte 8))
-                                            do (write-sequence (octets 100000) stream)
-                                               (finish-output stream))
+                        (handler-case
+                            (loop with stream = (stream-of a :element-type '(unsigned-byte 8))
+                                  do (write-sequence (octets 100000) stream)
+                                     (finish-output stream))
                           (stream-error () :broken)))))
           (wait-until-parked writer)
           (socket-close b)
@@ -186,9 +189,11 @@
   (on-carriers (n)
     (with-group (group n)
       (with-pipe (in out :external-format :utf-8)
-        (let* ((line (map 'string #'code-char (loop for i below 3000 collect (+ 32 (mod (* i 37) 3000)))))
+        (let* ((line (map 'string #'code-char
+                          (loop for i below 3000 collect (+ 32 (mod (* i 37) 3000)))))
                (writer (spawn (group)
-                         (loop repeat 50 do (write-line line out) (when (= 0 (random 5)) (finish-output out)))
+                         (loop repeat 50
+                               do (write-line line out) (when (= 0 (random 5)) (finish-output out)))
                          (close out))))
           (is (eq t (join (spawn (group)
                             (and (loop repeat 50
@@ -205,7 +210,8 @@
                    (with-open-file (out file :direction :output :if-exists :supersede)
                      (write-line "a line" out))
                    (list (with-open-file (in file) (read-line in))
-                         (with-open-file (in "/dev/zero" :element-type '(unsigned-byte 8)) (read-byte in))
+                         (with-open-file (in "/dev/zero" :element-type '(unsigned-byte 8))
+                           (read-byte in))
                          (with-open-file (out "/dev/null" :direction :output :if-exists :append)
                            (write-line "a line" out)
                            t))))))))
@@ -214,7 +220,8 @@
   (on-carriers (n :counts '(1 2))
     (is (equal '("hello" 3)
                (in-fiber (n)
-                 (let ((process (sb-ext:run-program "/bin/sh" '("-c" "sleep 0.05; echo hello; exit 3")
+                 (let ((process (sb-ext:run-program "/bin/sh"
+                                                    '("-c" "sleep 0.05; echo hello; exit 3")
                                                     :output :stream :wait nil)))
                    (list (read-line (sb-ext:process-output process))
                          (progn (sb-ext:process-wait process)
@@ -240,7 +247,8 @@
   (with-group (group 1)
     (with-sockets (a b)
       (is (eq :timeout (join (spawn (group)
-                               (let ((stream (stream-of a :element-type '(unsigned-byte 8) :timeout 1/50)))
+                               (let ((stream (stream-of a :element-type '(unsigned-byte 8)
+                                                        :timeout 1/50)))
                                  (prog1 (handler-case
                                             (loop repeat 1000
                                                   do (write-sequence (octets 100000) stream)
@@ -262,7 +270,25 @@
               (is (eq t (join waiter))))
             (is (equal '(t t) (join (spawn (group) (list (usable 0) (usable 1)))))))
           (is (eq t (join (spawn (group)
-                            (sb-sys:wait-until-fd-usable (sb-sys:fd-stream-fd out) :output 1 nil))))))))))
+                            (sb-sys:wait-until-fd-usable (sb-sys:fd-stream-fd out)
+                                                         :output 1 nil))))))))))
+
+;;; Prevents: a fiber that does not learn that its time is over, but waits for no time again and
+;;; again, since
+;;; there is something that it cannot be interrupted by now.
+(test time-out-while-interruptions-are-held-off
+  (on-carriers (n)
+    (with-group (group n)
+      (with-pipe (in out)
+        (let* ((interrupted (make-flag))
+               (waiter (spawn (group)
+                         (sb-sys:without-interrupts
+                           (interrupt-fiber (current-fiber) (lambda () (raise-flag interrupted)))
+                           (list (sb-sys:wait-until-fd-usable (sb-sys:fd-stream-fd in)
+                                                              :input 1/10 nil)
+                                 (flag-value interrupted))))))
+          (is (equal '(nil nil) (join waiter)))
+          (is-true (flag-value interrupted)))))))
 
 ;;; Prevents: a byte or a wake-up that is lost because a time-out comes at the same time.
 (test timeouts-and-data-at-once
@@ -273,7 +299,9 @@
                (reader (spawn (group)
                          (loop with i = 0
                                while (< i 200)
-                               do (when (or (listen in) (sb-sys:wait-until-fd-usable fd :input (random 0.004) nil))
+                               do (when (or (listen in)
+                                            (sb-sys:wait-until-fd-usable fd
+                                                                         :input (random 0.004) nil))
                                     (unless (= i (read-byte in)) (return :wrong))
                                     (incf i))
                                finally (return t))))
@@ -300,7 +328,8 @@
         (send-line out "handled")
         (is (string= "handled" (join fiber)))))))
 
-;;; What the kernel does not take is written by who finishes, not by a handler of a fiber that is dead.
+;;; What the kernel does not take is written by the fiber that finishes the output, not by a handler
+;;; of a fiber that is dead.
 (test output-of-a-stream-that-serves-events
   (on-carriers (n)
     (with-group (group n)
@@ -319,7 +348,8 @@
 
 ;;;; Several fibers for one descriptor
 
-;;; Prevents: a connection that is accepted by nobody since the wake-up went to one who had got another.
+;;; Prevents: a connection that is not accepted since the wake-up went to a fiber that had got
+;;; another.
 (test many-acceptors
   (on-carriers (n)
     (with-group (group n)
@@ -362,7 +392,8 @@
                                                               (sb-fiber::unix-read-now
                                                                in (sb-sys:vector-sap buffer) 1))
                                                do (cond ((null result)
-                                                         (sb-sys:wait-until-fd-usable in :input nil nil))
+                                                         (sb-sys:wait-until-fd-usable
+                                                          in :input nil nil))
                                                         ((= result 0) (return sum))
                                                         (t (incf sum (aref buffer 0))))))))))
           (let ((data (make-array 1000 :element-type '(unsigned-byte 8) :initial-element 3)))
@@ -371,18 +402,3 @@
           (sb-unix:unix-close out)
           (is (= 3000 (reduce #'+ (join-all readers))))
           (sb-unix:unix-close in))))))
-
-;;;; Last, since a failure leaves a carrier that spins
-
-;;; Prevents: a fiber that asks again and again whether there is input, and keeps its carrier from whoever would
-;;; provide it.
-(test polling-lets-others-run
-  (let ((*patience* 10))
-    (dolist (poll (list #'listen
-                        (lambda (in)
-                          (sb-sys:wait-until-fd-usable (sb-sys:fd-stream-fd in) :input 0 nil))))
-      (with-pipe (in out)
-        (is (equal '(#\x nil)
-                   (in-fibers 1 2 (lambda (i)
-                                    (cond ((= i 0) (loop until (funcall poll in)) (read-char in))
-                                          (t (write-char #\x out) (finish-output out)))))))))))

@@ -1,4 +1,4 @@
-;;;; A fiber from its making to its end, whether it chooses that or others do: fiber-life.lisp
+;;;; A fiber from its making to its end, whether it chooses that or others do: fiber/api.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -43,6 +43,32 @@
         (join fiber)
         (is (not (sb-thread:thread-alive-p fiber)))))))
 
+(test arguments-of-the-function
+  (on-carriers (n)
+    (with-group (group n)
+      (flet ((values-with (arguments)
+               (multiple-value-list
+                (join-fiber (submit-fiber group (make-fiber 'values :arguments arguments))))))
+        (is (equal '(1 (2 3)) (values-with '(1 (2 3)))))
+        (is (equal '(1) (values-with 1)))
+        (is (equal '() (values-with '()))))
+      (let* ((arguments (list 1 2))
+             (fiber (make-fiber #'list :arguments arguments)))
+        (setf (first arguments) 3)
+        (is (equal '(1 2) (join-fiber (submit-fiber group fiber))))))))
+
+(test join-fiber-is-fiber-join
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((parked (spawn (group) (fiber-park)))
+            (ended (spawn (group) (values 1 2))))
+        (is (equal '(1 2) (multiple-value-list (join-fiber ended))))
+        (is (equal '(:late :timeout)
+                   (multiple-value-list (join-fiber parked :default :late :timeout 0))))
+        (terminate-fiber parked)
+        (is (equal '(nil :abort) (multiple-value-list (join-fiber parked :default nil))))
+        (signals sb-thread:join-thread-error (join-fiber parked))))))
+
 ;;;; Ended from outside
 
 ;;; Prevents: a way to park that cannot be left; a lock that stays taken; an end that is forgotten.
@@ -52,7 +78,8 @@
       (let ((cleaned (list 0)))
         (multiple-value-bind (fibers other) (all-ways-to-park group cleaned)
           (mapc #'terminate-fiber fibers)
-          (is (equal (make-list (length fibers) :initial-element :abort) (mapcar #'wait-for-end fibers)))
+          (is (equal (make-list (length fibers) :initial-element :abort)
+                     (mapcar #'wait-for-end fibers)))
           (is (= (length fibers) (car cleaned)))
           (fiber-unpark other))))))
 
@@ -141,7 +168,8 @@
 
 ;;;; Interruptions
 
-;;; Prevents: functions that are called elsewhere, twice or never; a wait that ends early because of them.
+;;; Prevents: functions that are called elsewhere, twice or never; a wait that ends early because of
+;;; them.
 (test interruptions
   (on-carriers (n)
     (with-group (group n)
@@ -197,8 +225,8 @@
         (fiber-unpark owner)
         (is (equal (make-list 20 :initial-element :done) (join-all fibers)))))))
 
-;;; They meet at a lock with signals blocked. Prevents: a carrier that receives none any more, and a thread
-;;; that receives one before it can handle any.
+;;; They meet at a lock with signals blocked. Prevents: a carrier that receives none any more, and a
+;;; thread that receives one before it can handle any.
 (defun sigurg-blocked-p ()
   (let ((mask (make-array (* 8 sb-unix::sizeof-sigset_t) :element-type 'bit :initial-element 0)))
     (sb-sys:with-pinned-objects (mask)
@@ -245,13 +273,26 @@
       (is (search "5" (princ-to-string fiber)))
       (fiber-unpark fiber))))
 
-;;; Prevents: a printed representation without end, which uses up the stack of whoever prints, reports or debugs.
+;;; Prevents: a number that is printed as if it were an address.
+(defstruct job (name 0 :type sb-ext:word))
+
+(test reasons-with-a-number-for-a-name
+  (with-group (group 1)
+    (let* ((job (make-job :name (1- (expt 2 64))))
+           (fiber (wait-until-parked (spawn (group) (fiber-park :reason (list :job job))))))
+      (is (search "parked on job" (princ-to-string fiber)))
+      (fiber-unpark fiber)
+      (join fiber))))
+
+;;; Prevents: a printed representation without end, which uses up the stack of the thread that
+;;; prints, reports or debugs.
 (test circles-are-printed
   (with-group (group 2)
     (let* ((fibers (make-array 2 :initial-element nil))
            (one (make-fiber (lambda () (fiber-park :reason (svref fibers 1))) :name "one"))
            (two (make-fiber (lambda () (fiber-park :reason (list 1 (svref fibers 0)))) :name "two"))
-           (self (make-fiber (lambda () (fiber-park :reason (current-fiber)) (list (current-fiber))) :name "self")))
+           (self (make-fiber (lambda () (fiber-park :reason (current-fiber)) (list (current-fiber)))
+                             :name "self")))
       (setf (svref fibers 0) one (svref fibers 1) two)
       (dolist (fiber (list one two self)) (wait-until-parked (submit-fiber group fiber)))
       (flet ((printed-once-p (fiber)

@@ -1,4 +1,4 @@
-;;;; What threads wait for, in fibers: exclusion, ownership, no wake-up lost
+;;;; What threads wait for, in fibers: condition variables, semaphores, joining, polling
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -11,173 +11,10 @@
 
 (def-suite* locks)
 
-;;;; Mutexes
-
-(defun count-under-mutex (carrier-count n-fibers n-threads)
-  (let ((mutex (make-mutex))
-        (count 0))
-    (mixed carrier-count n-fibers n-threads
-           (lambda (i)
-             (declare (ignore i))
-             (loop repeat 200 do (with-mutex (mutex) (slow-increment count)))))
-    count))
-
-;;; Prevents: two holders at once; a release that wakes nobody; a fiber that is woken and forgotten.
-(test mutex-excludes
-  (on-carriers (n)
-    (is (= 6000 (count-under-mutex n 30 0)))
-    (is (= 6000 (count-under-mutex n 26 4)))))
-
-;;; More mutexes than the parking lot has buckets: waiters for different words share one. Prevents
-;;; that a wake-up for one word goes to a waiter for another.
-(test mutexes-that-share-buckets
-  (on-carriers (n)
-    (let* ((mutexes (coerce (loop repeat 3000 collect (make-mutex)) 'vector))
-           (counts (make-array 3000 :initial-element 0)))
-      (in-fibers n 100 (lambda (i)
-                         (loop for k below 300
-                               do (let ((j (* 10 (mod (+ k (floor i 2)) 300))))
-                                    (with-mutex ((aref mutexes j))
-                                      (slow-increment (aref counts j)))))))
-      (is (= 30000 (reduce #'+ counts))))))
-
-;;; Prevents: ownership by the carrier, which other fibers of it would then seem to have, and
-;;; which does not go along when the fiber migrates.
-(test mutex-owner-is-the-fiber
-  (on-carriers (n)
-    (let ((mutex (make-mutex))
-          (wrong 0))
-      (with-group (group n)
-        (let ((owner (spawn (group)
-                       (with-mutex (mutex)
-                         (loop repeat 500
-                               do (fiber-yield)
-                                  (unless (and (holding-mutex-p mutex)
-                                               (eq (mutex-owner mutex) (current-fiber)))
-                                    (incf wrong)))))))
-          (join-all (loop repeat 10
-                          collect (spawn (group)
-                                    (loop while (fiber-alive-p owner)
-                                          do (when (holding-mutex-p mutex) (incf wrong))
-                                             (unless (member (mutex-owner mutex) (list owner nil :thread-dead)) ; it is racy
-                                               (incf wrong))
-                                             (fiber-yield)))))))
-      (is (= 0 wrong)))))
-
-;;; Prevents: an owner of an earlier fiber on the same stack taken for this one.
-(test mutex-of-a-dead-fiber
-  (let ((mutex (make-mutex)))
-    (with-group (group 1)
-      (join (spawn (group) (grab-mutex mutex)))
-      (is (eq :thread-dead (mutex-owner mutex)))
-      (is (equal '(nil nil) (join (spawn (group)
-                                    (list (holding-mutex-p mutex)
-                                          (grab-mutex mutex :waitp nil)))))))))
-
-(test mutex-errors
-  (is (eq :error (in-fiber ()
-                   (let ((mutex (make-mutex)))
-                     (with-mutex (mutex)
-                       (handler-case (grab-mutex mutex) (error () :error)))))))
-  ;; a mutex that another fiber of the same carrier holds
-  (let ((mutex (make-mutex)))
-    (with-group (group 1)
-      (let ((owner (spawn (group) (with-mutex (mutex) (fiber-park) (holding-mutex-p mutex)))))
-        (is (eq :error (join (spawn (group)
-                               (handler-case (release-mutex mutex :if-not-owner :error)
-                                 (error () :error))))))
-        (fiber-unpark owner)
-        (is (eq t (join owner)))))))
-
-;;; Prevents: a recursive lock that the other fibers of a carrier enter as if they held it.
-(test recursive-lock
-  (on-carriers (n)
-    (let ((mutex (make-mutex))
-          (count 0))
-      (mixed n 20 2 (lambda (i)
-                      (declare (ignore i))
-                      (loop repeat 50
-                            do (with-recursive-lock (mutex)
-                                 (yield-at-random)
-                                 (with-recursive-lock (mutex)
-                                   (slow-increment count))))))
-      (is (= 1100 count)))))
-
-;;; Prevents: a wait that ends in time-out and grant at once, or in neither.
-(test mutex-with-timeout
-  (on-carriers (n)
-    (let ((mutex (make-mutex))
-          (holders 0)
-          (most 0))
-      (let ((got (mixed n 60 2
-                        (lambda (i)
-                          (loop repeat 20
-                                count (when (grab-mutex mutex :timeout (* i 1/20000))
-                                        (setf most (max most (incf holders)))
-                                        (yield-at-random)
-                                        (decf holders)
-                                        (release-mutex mutex)
-                                        t))))))
-        (is (= 1 most))
-        (is (= 0 holders))
-        (is (plusp (reduce #'+ got)))
-        (is (null (mutex-owner mutex)))
-        (is (eq t (in-fiber () (grab-mutex mutex :timeout 10))))))))
-
-(test mutex-timeout-is-over
-  (let ((mutex (make-mutex)))
-    (with-mutex (mutex)
-      (is (eq nil (in-fiber () (grab-mutex mutex :timeout 1/100))))
-      (is (eq nil (in-fiber () (grab-mutex mutex :timeout 0))))
-      (is (eq nil (in-fiber () (grab-mutex mutex :waitp nil))))
-      (is (eq :deadline (in-fiber ()
-                          (handler-case (sb-sys:with-deadline (:seconds 1/100)
-                                          (grab-mutex mutex))
-                            (sb-sys:deadline-timeout () :deadline))))))))
-
-;;; Prevents: a cycle of waiting fibers that is not found, since owners are looked up as threads only.
-(test deadlock-is-detected
-  (on-carriers (n :counts '(1 2))
-    (let* ((a (make-mutex)) (b (make-mutex))
-           (both (make-semaphore))
-           (results (in-fibers n 2
-                               (lambda (i)
-                                 (destructuring-bind (first second) (if (= i 0) (list a b) (list b a))
-                                   (with-mutex (first)
-                                     (signal-semaphore both)
-                                     (loop until (>= (semaphore-count both) 2) do (thread-yield))
-                                     (handler-case (with-mutex (second) :got-it)
-                                       (sb-thread:thread-deadlock () :deadlock))))))))
-      (is (equal '(:deadlock :got-it) (sort results #'string<))))))
-
-;;; Prevents: a wake-up that goes to a fiber that is about to be ended, and wakes nobody then.
-(test terminated-waiters-lose-no-wake-up
-  (on-carriers (n)
-    (let ((mutex (make-mutex))
-          (count 0))
-      (with-group (group n)
-        (let* ((victims (loop repeat 60
-                              collect (spawn (group)
-                                        (loop (with-mutex (mutex) (thread-yield))))))
-               (others (loop repeat 20
-                             collect (spawn (group)
-                                       (loop repeat 20
-                                             do (with-mutex (mutex) (slow-increment count)))))))
-          (dolist (victim victims)
-            (terminate-fiber victim)
-            (thread-yield))
-          (join-all others)
-          (is (= 400 count))
-          (is (every (lambda (victim)
-                       (eq :abort (nth-value 1 (fiber-join victim :default nil
-                                                                  :timeout *patience*))))
-                     victims))
-          (is (null (mutex-owner mutex))))))))
-
 ;;;; Condition variables
 
-;;; Prevents: a notify between release and wait that is lost; tokens that are the same for two fibers
-;;; of one carrier.
+;;; Prevents: a notify between release and wait that is lost; tokens that are the same for two
+;;; fibers of one carrier.
 (test condition-ping-pong
   (on-carriers (n)
     (let ((mutex (make-mutex)) (queue (make-waitqueue)) (turn 0))
@@ -316,7 +153,8 @@
       (is (equal (make-list 101 :initial-element t)
                  (mixed n 99 2 (lambda (i)
                                  (cond ((= i 50)
-                                        (loop until (> (sb-thread::semaphore-waitcount semaphore) 50)
+                                        (loop until (> (sb-thread::semaphore-waitcount semaphore)
+                                                       50)
                                               do (thread-yield))
                                         (signal-semaphore semaphore 100))
                                        (t (wait-on-semaphore semaphore)))
@@ -352,7 +190,8 @@
 (test join-timeout
   (with-group (group 1)
     (let ((fiber (spawn (group) (fiber-park) 7)))
-      (is (equal '(:no :timeout) (multiple-value-list (fiber-join fiber :default :no :timeout 1/100))))
+      (is (equal '(:no :timeout)
+                 (multiple-value-list (fiber-join fiber :default :no :timeout 1/100))))
       (signals sb-thread:join-thread-error (fiber-join fiber :timeout 1/100))
       (is (eq :error (join (spawn (group)
                              (handler-case (fiber-join fiber :timeout 1/100)
@@ -362,8 +201,8 @@
 
 ;;;; Where a fiber must not leave its carrier
 
-;;; The owner is parked on the only carrier; who wants the lock blocks that carrier in the
-;;; kernel. Prevents: a deadlock, since nobody would run the owner.
+;;; The owner is parked on the only carrier; the fiber that wants the lock blocks that carrier in
+;;; the kernel. Prevents: a deadlock, since nobody would run the owner.
 (defmacro wanted-where-no-fiber-parks (&body zone)
   "In the body, (WANT) takes a mutex that a parked fiber of the only carrier holds."
   `(let ((mutex (make-mutex)) (held nil) (wanted nil))
@@ -436,7 +275,8 @@
 
 ;;;; Polling
 
-;;; Prevents: WAIT-FOR that sleeps in the kernel while the fiber that it waits for is on the same carrier.
+;;; Prevents: WAIT-FOR that sleeps in the kernel while the fiber that it waits for is on the same
+;;; carrier.
 (test wait-for
   (on-carriers (n :counts '(1 2))
     (let ((flag nil))

@@ -9,10 +9,12 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "support/guards.lisp" *load-truename*))
+
 (def-suite* mappings)
 
 ;;; mprotect, whatever the kernel.
-(setf (sb-alien:extern-alien "fiber_guard_method" sb-alien:int) 2)
+(setf guard-method 2)
 
 (defun count-mappings ()
   (with-open-file (maps "/proc/self/maps" :external-format :latin-1)

@@ -26,7 +26,8 @@
      (not (eq before (my-carrier)))))
 
 (defun stays (n-carriers n-fibers function)
-  "Call FUNCTION in N-FIBERS fibers, each with a number, 100 times. Return how often it returned false."
+  "Call FUNCTION in N-FIBERS fibers, each with a number, 100 times. Return how often it returned
+false."
   (reduce #'+ (in-fibers n-carriers n-fibers
                          (lambda (i)
                            (loop repeat 100 count (not (funcall function i)))))))
@@ -46,8 +47,8 @@
       (with-forced-migration
         (is (= 0 (stays n n-fibers (lambda (i) (moved-p (sleep (/ (1+ (mod i 3)) 10000)))))))))))
 
-;;; Who finds a permit, or takes a lock at once, does not park, and stays. But whoever leaves a carrier
-;;; notes it.
+;;; A fiber that finds a permit, or takes a lock at once, does not park, and stays. But one that
+;;; leaves a carrier notes it.
 (defun elsewhere-p ()
   (not (eq (my-carrier) (sb-fiber::fiber-last-carrier (current-fiber)))))
 

@@ -1,5 +1,5 @@
-;;;; All that a fiber may do, in compositions chosen at random, while others interrupt and end it, and the
-;;;; collector runs
+;;;; All that a fiber may do, in compositions chosen at random, while others interrupt and end it,
+;;;; and the collector runs
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -57,8 +57,8 @@
       (expect :binding (eq value *variable*))
       (expect :current (eq fiber sb-thread:*current-thread*)))))
 
-;;; A stream that is left while it is being closed would close its number a second time, as in a thread. And
-;;; what it waits for there may outlast the deadline.
+;;; A stream that is left while it is being closed would close its number a second time, as in a
+;;; thread. And what it waits for there may outlast the deadline.
 (defmacro with-whole-cleanup (body &body cleanup)
   `(sb-sys:without-interrupts
      (unwind-protect (sb-sys:with-local-interrupts ,body)
@@ -112,7 +112,7 @@
   (expect :float (handler-case (progn (/ 1d0 (opaque 0d0)) nil)
                    (division-by-zero () (funcall inner) t))))
 
-;;; One at a time: who holds two may wait for one who holds the other.
+;;; One at a time: a fiber that holds two may wait for one that holds the other.
 (define-action lock (inner)
   (let ((i (random 5)) (mutexes (world-mutexes *world*)) (owners (world-owners *world*))
         (fiber sb-thread:*current-thread*))
@@ -237,7 +237,7 @@
         (dolist (socket sockets) (socket-close socket :abort t))
         (when (probe-file name) (delete-file name))))))
 
-;;;; Those who disturb
+;;;; Threads that disturb
 
 (defun disturb-one (fiber)
   (ecase (random 6)
@@ -275,7 +275,7 @@
     (fiber-failed (condition) (fiber-failed-cause condition))
     (sb-thread:join-thread-error () (and (fiber-alive-p fiber) :alive))))
 
-;;; Most collections are to be made by who allocates, wherever he is.
+;;; Most collections are to be made by the thread that allocates, wherever it is.
 (setf (sb-ext:bytes-consed-between-gcs) (* 4 1024 1024))
 
 (test random-compositions

@@ -1,4 +1,4 @@
-;;;; Tests of the monitor: fibers that keep their carriers, and those who must not suffer from it
+;;;; Tests of the monitor: fibers that keep their carriers, and others that must not suffer from it
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -9,11 +9,13 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "support/zones.lisp" *load-truename*))
+
 (def-suite* monitor)
 
-;;; Each way to be stuck is a function of a descriptor, that keeps the carrier until there is something to
-;;; be read from it. That is written by a fiber which runs only if a carrier is relieved: otherwise the test
-;;; hangs.
+;;; Each way to be stuck is a function of a descriptor, that keeps the carrier until there is
+;;; something to be read from it. That is written by a fiber which runs only if a carrier is
+;;; relieved: otherwise the test hangs.
 
 (defun read-blocking (fd)
   "read(2) as foreign code calls it."
@@ -67,13 +69,13 @@
   (sb-ext:wait-for (as-many-as-before-p group) :timeout *patience*))
 
 (defun all-stuck-but (group n function release)
-  "Let N fibers of GROUP call FUNCTION, which returns after RELEASE has been called as often, in another fiber,
-which begins later."
+  "Let N fibers of GROUP call FUNCTION, which returns after RELEASE has been called as often, in
+another fiber, which begins later."
   (let ((stuck (loop repeat n collect (spawn (group) (funcall function) :stuck-no-more))))
     (list* (join (spawn (group) (loop repeat n do (funcall release)) :released))
            (remove-duplicates (join-all stuck)))))
 
-;;;; who goes on
+;;;; what goes on
 
 (test runnable-fibers-go-on
   (do-ways-to-be-stuck (way function)
@@ -82,7 +84,8 @@ which begins later."
         (with-group (group n)
           (is (equal '(:released :stuck-no-more)
                      (all-stuck-but group n
-                                    (lambda () (funcall function in)) (lambda () (write-octet out))))
+                                    (lambda () (funcall function in))
+                                    (lambda () (write-octet out))))
               "~S with ~D carriers" way n)
           (is-true (spares-return-p group)))))))
 
@@ -132,7 +135,8 @@ which begins later."
                           (list :stuck-no-more (join-all others))))))
               "~S with ~D carriers" way n))))))
 
-;;; Two carriers must not run one fiber, nor may one be lost, while schedulers change hands all the time.
+;;; Two carriers must not run one fiber, nor may one be lost, while schedulers change hands all the
+;;; time.
 (test nothing-is-lost-or-run-twice
   (with-stuck-carrier-time (1/2000)
     (on-carriers (n)
@@ -141,11 +145,11 @@ which begins later."
                (fibers (loop for i below 20
                              collect (let ((i i))
                                        (spawn (group)
-                                         (loop for turn below 200
+                                         (loop for epoch below 200
                                                do (incf (svref counters i))
-                                                  (cond ((= 0 (mod (+ turn i) 50))
+                                                  (cond ((= 0 (mod (+ epoch i) 50))
                                                          (spin-for 1/500))
-                                                        ((= 0 (mod turn 20)) (sleep 1/10000))
+                                                        ((= 0 (mod epoch 20)) (sleep 1/10000))
                                                         (t (fiber-yield)))
                                                finally (return (svref counters i))))))))
           (is (every (lambda (count) (= count 200)) (join-all fibers)))
@@ -210,8 +214,12 @@ which begins later."
     (with-pipe (in out)
       (with-group (group n)
         (let ((stuck (loop repeat n collect (spawn (group)
-                                              (let ((list (list 1 2 3))) (read-blocking in) list)))))
-          (is (eq :collected (join (spawn (group) (loop repeat 5 do (sb-ext:gc) (fiber-yield)) :collected))))
+                                              (let ((list (list 1 2 3)))
+                                                (read-blocking in)
+                                                list)))))
+          (is (eq :collected (join (spawn (group)
+                                     (loop repeat 5 do (sb-ext:gc) (fiber-yield))
+                                     :collected))))
           (loop repeat n do (write-octet out))
           (is (every (lambda (list) (equal '(1 2 3) list)) (join-all stuck))))))))
 
@@ -259,10 +267,6 @@ which begins later."
 (test statistics-of-no-group
   (signals type-error (fiber-group-statistics 1)))
 
-(defmacro with-action ((action) &body body)
-  `(unwind-protect (progn (setf *pinned-blocking-action* ,action) ,@body)
-     (setf *pinned-blocking-action* nil)))
-
 ;;; What several threads may use at a time.
 (defclass shared-output (sb-gray:fundamental-character-output-stream)
   ((lock :initform (sb-thread:make-mutex) :reader shared-output-lock)
@@ -281,7 +285,7 @@ which begins later."
 
 (test warning-of-a-stuck-carrier
   (let ((output (make-instance 'shared-output)))
-    (with-action (:warn)
+    (with-blocked-carrier-action (:warn)
       (with-pipe (in out)
         (call-with-error-output
          (lambda ()
@@ -295,7 +299,7 @@ which begins later."
     (is (search "sticky" (shared-output-text output)))))
 
 (test error-in-a-stuck-fiber
-  (with-action (:error)
+  (with-blocked-carrier-action (:error)
     (with-pipe (in out)
       (with-group (group 1)
         (let ((stuck (spawn (group)
@@ -397,8 +401,8 @@ which begins later."
         (is-true (wait-until (homes-are-counted-p group)))))))
 
 ;;; While fibers are pinned to spares, the monitor looks again and again whether one may end.
-;;; Prevents: looks that cost as much as there are fibers. It may cons a little for each look, but no
-;;; list of them.
+;;; Prevents: looks that cost as much as there are fibers. It may cons a little for each look, but
+;;; no list of them.
 (test looks-at-homes-are-cheap
   (let ((n 20000) (done (make-flag)))
     (with-group (group 2)
@@ -454,15 +458,17 @@ which begins later."
 (test an-idle-group-is-left-in-peace
   (with-group (group 2)
     (join (spawn (group) (sleep 1/100)))
-    (is-true (sb-ext:wait-for (= 1 (sb-fiber::fiber-group-monitor-asleep group)) :timeout *patience*))
+    (is-true (sb-ext:wait-for (= 1 (sb-fiber::fiber-group-monitor-asleep group))
+                              :timeout *patience*))
     (let* ((monitor (sb-fiber::fiber-group-monitor group))
            (before (context-switches monitor)))
       (sleep 1/2)
-      ;; It may have been about to fall asleep, and a collection wakes it; looking would wake it 50 times.
+      ;; It may have been about to fall asleep, and a collection wakes it; looking would wake it 50
+      ;; times.
       (is (< (- (context-switches monitor) before) 10)))))
 
-;;; Prevents: a look that never ends, since each collection prolongs the sleep in it. The alarm on which it
-;;; sleeps belongs to no monitor: a ring wakes one sleeper.
+;;; Prevents: a look that never ends, since each collection prolongs the sleep in it. The alarm on
+;;; which it sleeps belongs to no monitor: a ring wakes one sleeper.
 (test a-look-ends-under-collections
   (with-group (group 1)
     (join (spawn (group) nil))
@@ -470,10 +476,12 @@ which begins later."
            (carrier (first (sb-fiber::fiber-group-carriers group)))
            (alone (sb-fiber::%make-fiber-group nil))
            (collector (make-thread (lambda () (loop until stop do (sb-ext:gc)))))
-           (looks (make-thread (lambda ()
-                                 (loop repeat 100
-                                       do (sb-fiber::keeps-waiting-p alone carrier (sb-fiber::carrier-turn carrier)))
-                                 :ended))))
+           (looks
+             (make-thread (lambda ()
+                            (loop repeat 100
+                                  do (sb-fiber::keeps-waiting-p alone carrier
+                                                                (sb-fiber::carrier-epoch carrier)))
+                            :ended))))
       (is (eq :ended (join-thread looks :timeout *patience* :default :hangs)))
       (setf stop t)
       (join-thread collector))))

@@ -1,4 +1,5 @@
-;;;; Stacks that are used up: an error of the fiber that did it, which can be handled, more than once
+;;;; Stacks that are used up: an error of the fiber that did it, which can be handled, more than
+;;;; once
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -9,18 +10,9 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "support/guards.lisp" *load-truename*))
+
 (def-suite* overflow)
-
-;;; Set in the processes that GUARD-METHODS starts: 1 for madvise, 2 for mprotect.
-(defparameter *guard-method* (sb-ext:posix-getenv "SB_FIBER_TEST_GUARD_METHOD"))
-
-(when *guard-method*
-  (setf (sb-alien:extern-alien "fiber_guard_method" sb-alien:int)
-        (parse-integer *guard-method*)))
-
-;;; For the children.
-(defparameter *run-file*
-  (sb-ext:native-namestring (merge-pathnames "run.lisp" *load-truename*)))
 
 ;;;; Ways to use up a stack
 
@@ -110,7 +102,8 @@
          (in-fibers n 20 (lambda (i)
                            (loop for k below 6
                                  always (progn (fiber-yield)
-                                               (exhausted-p (nth (mod (+ i k) (length *ways*)) *ways*)))))))
+                                               (exhausted-p (nth (mod (+ i k) (length *ways*))
+                                                                 *ways*)))))))
         "~D carriers" n)))
 
 (test in-stacks-of-all-sizes
@@ -171,7 +164,8 @@
                                                              (fiber-yield)
                                                              (princ-to-string condition)
                                                              (with-output-to-string (out)
-                                                               (sb-debug:print-backtrace :stream out :count 10))
+                                                               (sb-debug:print-backtrace :stream out
+                                                                                         :count 10))
                                                              (fiber-yield)
                                                              (return t))))
                                             (funcall (cdr way)))))))))))
@@ -229,7 +223,8 @@
                                        (let ((*depth* i) (list (list i)))
                                          (loop until stop
                                                always (progn (fiber-yield)
-                                                             (and (eql *depth* i) (equal list (list i))))))))))
+                                                             (and (eql *depth* i)
+                                                                  (equal list (list i))))))))))
              (fibers (loop for i below 60
                            collect (let ((way (nth (mod i (length *ways*)) *ways*)))
                                      (spawn (group)
@@ -240,7 +235,9 @@
 
 (defun call-while-collecting (function)
   (let* ((stop nil)
-         (thread (sb-thread:make-thread (lambda () (loop until stop do (sb-ext:gc) (sb-thread:thread-yield))))))
+         (thread
+           (sb-thread:make-thread (lambda ()
+                                    (loop until stop do (sb-ext:gc) (sb-thread:thread-yield))))))
     (unwind-protect (funcall function)
       (setf stop t)
       (sb-thread:join-thread thread))))
@@ -253,7 +250,9 @@
        (is (all-true-p
             (in-fibers n 20 (lambda (i)
                               (let ((way (nth (mod i (length *ways*)) *ways*)))
-                                (loop repeat 5 always (and (exhausted-p way) (progn (fiber-yield) t))))))))))))
+                                (loop repeat 5
+                                      always (and (exhausted-p way)
+                                                  (progn (fiber-yield) t))))))))))))
 
 (defun collect-at-the-bottom (depth)
   (if (= depth 0)
@@ -283,7 +282,8 @@
                                 fiber))))
           (is (not (fiber-alive-p fiber)))
           (is (typep (handler-case (fiber-join fiber)
-                       (sb-fiber::fiber-failed (condition) (sb-fiber::fiber-failed-cause condition)))
+                       (sb-fiber::fiber-failed (condition)
+                         (sb-fiber::fiber-failed-cause condition)))
                      (car way)))
           (is (= 3 (join (spawn (group) (+ 1 2))))))))))
 
@@ -293,8 +293,8 @@
                                       (funcall (cdr way)))))
     (funcall (cdr way))))
 
-;;; The reserve is used up as well: there is no room for anything that the fiber could do. Prevents: the
-;;; end of the process; a stack that its next user finds without guards.
+;;; The reserve is used up as well: there is no room for anything that the fiber could do. Prevents:
+;;; the end of the process; a stack that its next user finds without guards.
 (test overflow-in-the-handler-ends-the-fiber
   (on-carriers (n)
     (with-group (group n)
@@ -307,14 +307,17 @@
         (is (equal (make-list 9 :initial-element :abort)
                    (quietly
                      (loop for fiber in lost
-                           collect (nth-value 1 (fiber-join fiber :default nil :timeout *patience*))))))
+                           collect (nth-value 1
+                                              (fiber-join fiber :default nil
+                                                          :timeout *patience*))))))
         (is (notany #'fiber-alive-p lost))
         (signals sb-thread:join-thread-error (fiber-join (first lost)))
         ;; on the same stacks
         (is (all-true-p (join-all (loop repeat 20
                                         collect (spawn (group)
                                                   (loop for way in *ways*
-                                                        always (and (exhausted-p way) (exhausted-p way))))))))
+                                                        always (and (exhausted-p way)
+                                                                    (exhausted-p way))))))))
         (mapc #'fiber-unpark others)
         (is (equal '(0 1 2 3 4 5 6 7 8 9) (join-all others)))))))
 
@@ -325,8 +328,11 @@
        (with-group (group n)
          (let ((lost (quietly
                        (loop for fiber in (loop repeat 30
-                                                collect (spawn (group) (overflow-in-the-handler (first *ways*))))
-                             collect (nth-value 1 (fiber-join fiber :default nil :timeout *patience*))))))
+                                                collect (spawn (group)
+                                                          (overflow-in-the-handler (first *ways*))))
+                             collect (nth-value 1
+                                                (fiber-join fiber :default nil
+                                                            :timeout *patience*))))))
            (is (equal (make-list 30 :initial-element :abort) lost))
            (is (= 3 (join (spawn (group) (+ 1 2)))))))))))
 
@@ -346,15 +352,18 @@
             while line
             count (multiple-value-bind (from hyphen) (parse-integer line :radix 16 :junk-allowed t)
                     (and (< from end)
-                         (> (parse-integer line :start (1+ hyphen) :radix 16 :junk-allowed t) start)))))))
+                         (> (parse-integer line :start (1+ hyphen) :radix 16 :junk-allowed t)
+                            start)))))))
 
-;;; The carrier leaves its handler by a throw, which its return guard does not notice. Prevents: the guards of the
-;;; carrier's own stack, which are moved when the world stops, set up on that of the fiber.
+;;; The carrier leaves its handler by a throw, which its return guard does not notice. Prevents: the
+;;; guards of the carrier's own stack, which are moved when the world stops, set up on that of the
+;;; fiber.
 (test carriers-overflow-in-handlers
   (with-group-of-same-carriers (group 1)
     (let* ((overflowed nil) (started (make-flag)) (stop (make-flag))
            (carrier (join (spawn (group) (sb-fiber::carrier-thread sb-fiber::*carrier*)))))
-      (sb-thread:interrupt-thread carrier (lambda () (setf overflowed (exhausted-p (first *ways*)))))
+      (sb-thread:interrupt-thread carrier
+                                  (lambda () (setf overflowed (exhausted-p (first *ways*)))))
       (is-true (wait-until overflowed))
       (let* ((fiber (computing-fiber (group started) (compute-until stop)))
              (before (mappings-of-stack fiber)))
@@ -362,14 +371,10 @@
         (is (= before (mappings-of-stack fiber)))
         (raise-flag stop)))))
 
-;;; All of this again in processes that use the one way to make a guard, and the other.
+;;; All of this again.
 (unless *guard-method*
   (test guard-methods
-    (dolist (method '("1" "2"))
-      (multiple-value-bind (code output)
-          (call-in-child (list "--load" *run-file* "overflow")
-                         :environment (list (format nil "SB_FIBER_TEST_GUARD_METHOD=~A" method)))
-        (is (= 0 code) "With guard method ~A:~%~A" method output)))))
+    (check-with-guard-methods "overflow")))
 
 ;;;; At the very end of the stack
 
@@ -395,8 +400,9 @@
 (defun descend-a-little (n)
   (if (= n 0) 0 (1+ (descend-a-little (1- n)))))
 
-;;; The report of an error needs stack, where there may be none. Prevents: a fiber that enters the debugger where that
-;;; is disabled, and so neither ends nor is unwound; one that reports another error than it had.
+;;; The report of an error needs stack, where there may be none. Prevents: a fiber that enters the
+;;; debugger where that is disabled, and so neither ends nor is unwound; one that reports another
+;;; error than it had.
 (defun exhaustion-p (type)
   (and (symbolp type) (subtypep type 'sb-kernel::control-stack-exhausted)))
 
@@ -409,7 +415,9 @@
                         (fiber (quietly
                                  (let ((fiber (spawn (group)
                                                 (sb-thread:with-mutex (mutex)
-                                                  (call-at-distance distance (lambda () (error 'expected-error)))))))
+                                                  (call-at-distance distance
+                                                                    (lambda ()
+                                                                      (error 'expected-error)))))))
                                    (fiber-join fiber :default nil :timeout *patience*)
                                    fiber)))
                         (cause (handler-case (fiber-join fiber :timeout 0)
@@ -426,8 +434,9 @@
   (:report (lambda (condition stream)
              (format stream "~A" (keep (princ-to-string condition))))))
 
-;;; A handler of an overflow, which runs on the reserve, fails itself, and its error is printed without end. Prevents: a
-;;; fiber that uses up the reserve for the report, and so ends without being unwound.
+;;; A handler of an overflow, which runs on the reserve, fails itself, and its error is printed
+;;; without end. Prevents: a fiber that uses up the reserve for the report, and so ends without
+;;; being unwound.
 (test report-that-overflows-after-an-overflow
   (on-carriers (n)
     (with-group (group n)
@@ -452,8 +461,43 @@
                      'endless-report))
           (is (= 3 (join (spawn (group) (+ 1 2))))))))))
 
-;;; Prevents: a fiber that is unwound in the midst of a wait and stays in a chain; one that is forgotten, since
-;;; its successor overflowed while it took care of it; a reserve that is closed with who closes it inside.
+;;; The function that has no more stack has perhaps not stored its arguments. Prevents: a report that
+;;; takes for an object what lies there, which ends the process in the next collection.
+(test reports-of-overflows-under-collections
+  (call-while-collecting
+   (lambda ()
+     (with-group (group 1)
+       (flet ((failing-fiber ()
+                (let ((distance (random 1000)))
+                  (spawn (group)
+                    (call-at-distance distance (lambda () (error 'expected-error)))))))
+         (quietly
+           (loop repeat 4
+                 do (dolist (fiber (loop repeat 50 collect (failing-fiber)))
+                      (fiber-join fiber :default nil :timeout *patience*)))))
+       (is (= 3 (join (spawn (group) (+ 1 2)))))))))
+
+(defun report-of (function)
+  "What is printed when a fiber that calls FUNCTION ends."
+  (with-output-to-string (stream)
+    (call-with-error-output
+     (lambda ()
+       (with-group (group 1)
+         (fiber-join (spawn (group) (funcall function)) :default nil :timeout *patience*)))
+     stream)))
+
+;;; Prevents: the same.
+(test arguments-in-reports
+  (flet ((call-in-frame (function) (call-at-distance 100000 function)))
+    (let ((report (report-of (lambda () (call-in-frame (lambda () (error 'expected-error)))))))
+      (is (search "(SB-FIBER-TESTS::CALL-AT-DISTANCE 100000" report) "~A" report)))
+  (let ((report (report-of (lambda () (recurse-with-frames 10)))))
+    (is (search "SB-FIBER-TESTS::RECURSE-WITH-FRAMES" report))
+    (is (not (search "(SB-FIBER-TESTS::RECURSE-WITH-FRAMES" report)) "~A" report)))
+
+;;; Prevents: a fiber that is unwound in the midst of a wait and stays in a chain; one that is
+;;; forgotten, since its successor overflowed while it took care of it; a reserve that is closed
+;;; with the fiber that closes it inside.
 (test waits-at-the-end-of-the-stack
   (on-carriers (n :counts '(1 2))
     (multiple-value-bind (reader writer) (sb-unix:unix-pipe)
@@ -462,15 +506,18 @@
                           #'fiber-yield
                           (lambda () (fiber-park :timeout 1/100000))
                           (lambda () (sb-unix:unix-simple-poll reader :input 1))
-                          ;; One that overflows in RELEASE-MUTEX, as a thread may, leaves the mutex taken.
+                          ;; One that overflows in RELEASE-MUTEX, as a thread may, leaves the mutex
+                          ;; taken.
                           (lambda () (let ((mutex (sb-thread:make-mutex)))
                                        (sb-thread:with-mutex (mutex)
                                          (sb-thread:condition-wait queue mutex :timeout 1/100000))))
                           (lambda ()
-                            (sb-sys:without-gcing (descend-a-little 60)) ; opens the reserve silently
+                            ;; opens the reserve silently
+                            (sb-sys:without-gcing (descend-a-little 60))
                             (sleep 1/100000)))))
         (with-group (group n)
-          (let ((bystanders (loop repeat 3 collect (spawn (group) (loop until done do (fiber-yield)) t))))
+          (let ((bystanders (loop repeat 3
+                                  collect (spawn (group) (loop until done do (fiber-yield)) t))))
             (dolist (wait waits)
               (is (eq t (join (spawn (group)
                                 (loop for distance from 9000 downto -100 by 61
@@ -495,9 +542,32 @@ afterwards."
     (unwind-protect (funcall function (lambda () (flag-count handled)))
       (sb-sys:enable-interrupt signal default))))
 
+;;; Signals open the reserve for their handlers. Prevents: that they open all of it ahead of a fiber
+;;; that overflows, which is then never notified, and the process ends.
+(defun recurse-and-raise (signal)
+  (declare (notinline recurse-and-raise))
+  (let ((bytes (make-array 3000 :element-type '(unsigned-byte 8))))
+    (declare (dynamic-extent bytes))
+    (sb-unix:raise signal)
+    (setf (aref bytes 0) 1)
+    (recurse-and-raise signal)
+    (keep bytes)))
+
+(test signals-while-it-overflows
+  (call-with-handler
+   sb-unix:sighup :default
+   (lambda (count)
+     (on-carriers (n :counts '(1 2))
+       (with-group (group n)
+         (dotimes (i 5)
+           (is (eq :notified (join (spawn (group)
+                                     (handler-case (recurse-and-raise sb-unix:sighup)
+                                       (sb-kernel::control-stack-exhausted () :notified))))))))
+       (is (< 50 (funcall count)))))))
+
 (defun lost-at (raise count-handled)
-  "Call RAISE, which sends a signal to this thread, at the end of the stack, at each distance. Return
-how often, or where the signal was lost."
+  "Call RAISE, which sends a signal to this thread, at the end of the stack, at each distance.
+Return how often, or where the signal was lost."
   (let ((n 0))
     (loop for distance from 14000 downto 0 by 61
           do (let ((before (funcall count-handled)) (raised nil))
@@ -510,6 +580,44 @@ how often, or where the signal was lost."
                  (unless (sb-ext:wait-for (> (funcall count-handled) before) :timeout 5)
                    (return (list :lost-at distance)))))
           finally (return n))))
+
+;;; In the handler of an overflow; each report may have some more of the reserve.
+(defun call-in-the-reserve (depth function)
+  "Call FUNCTION where about DEPTH bytes of the reserve are used."
+  (sb-fiber::make-room-to-report)
+  (let ((next (- (+ (control-base) 30000) (stack-pointer))))
+    (if (>= next depth)
+        (call-at-distance (- depth) function)
+        (call-at-distance (- next) (lambda () (call-in-the-reserve depth function))))))
+
+;;; A signal may open more of the reserve than a report may have, and that is closed for the report.
+;;; Prevents: a guard that is raised over the frame of the function that raises it, which ends the
+;;; fiber without cleanups, or the process.
+(test reports-after-signals-at-the-end-of-the-stack
+  (flet ((report-below (depth distance)
+           (flet ((raise-and-report ()
+                    (sb-unix:raise sb-unix:sighup)
+                    (call-at-distance (- distance depth) #'sb-fiber::make-room-to-report)))
+             (if (= depth 0)
+                 (call-at-distance 4000 #'raise-and-report)
+                 (block nil
+                   (handler-bind ((storage-condition
+                                    (lambda (condition)
+                                      (keep condition)
+                                      (call-in-the-reserve (- depth 4000) #'raise-and-report)
+                                      (return))))
+                     (recurse-with-frames 10)))))
+           distance))
+    (call-with-handler
+     sb-unix:sighup :default
+     (lambda (count)
+       (with-group (group 1)
+         (dolist (depth (list 0 (* 1/2 (sb-alien:extern-alien "fiber_control_reserve"
+                                                              sb-alien:unsigned))))
+           (loop for distance from 600 downto -200 by 8
+                 do (let ((distance distance))
+                      (is (eql distance (join (spawn (group) (report-below depth distance)))))))))
+       (is (<= 202 (funcall count)))))))
 
 ;;; The kernel drops a signal for whose frame there is no room. Prevents: a server that does not end
 ;;; by SIGTERM.

@@ -7,6 +7,42 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
+;;;; The suites
+;;;;
+;;;; Most test one room of src/code/fiber/, and have its name (see the table in the head of
+;;;; fiber.lisp): spinlock, run-queue, injector, deadlines, stack, poller (with the waiter map),
+;;;; population, search, carrier, handoff, zone, interrupt, yield, parking, mutex, io, select,
+;;;; socket, reason, overflow, life (with the api), group, inspect (with describe), debug, exit,
+;;;; pool, monitor, process, timer. Those of the rooms without a scheduler make none.
+;;;;
+;;;; The others go across the rooms:
+;;;;   fairness        parking, unparking and submitting, so that every fiber runs
+;;;;   sleep           all ways to wait for time
+;;;;   locks           condition variables, semaphores, joining, and locks in zones
+;;;;   waits           how waits end that are not simply woken, or do not begin
+;;;;   deadlock        deadlocks, and waiters by the thousand
+;;;;   disturbances    waits that are interrupted or left
+;;;;   concurrency     what is made of mutexes: SB-CONCURRENCY, tables, locks of the system
+;;;;   closing         descriptors that are closed while fibers wait for them
+;;;;   reuse           descriptors that are closed while a fiber uses them
+;;;;   errors          errors that nothing handles, bad arguments, no memory
+;;;;   identity        that a fiber is a thread to all that ask
+;;;;   switch          what a fiber finds again after it was parked
+;;;;   unwinding       transfer of control past waits
+;;;;   signals         signals, and handlers that park
+;;;;   foreign         foreign code that holds a lock; callbacks
+;;;;   gc              the collector and the stacks of fibers
+;;;;   mappings        as many mappings of memory as the kernel allows
+;;;;   migration       forced migration itself
+;;;;   mixture         all of this in random compositions
+;;;;   interleaving-*  all orders of the steps of a few threads, see support/explore.lisp;
+;;;;                   interleaving tests the explorer
+;;;;   hunchentoot     sb-fiber-hunchentoot
+;;;;   ssl             sb-fiber-ssl
+;;;;   build           what a build promises about itself, and an installation
+;;;;   docstrings      what is documented, in the image and in the manual
+;;;;   manual          the examples of the manual and of README
+
 (defpackage "SB-FIBER-TESTS"
   (:use "COMMON-LISP" "FIVEAM"
         ;; A plain build has no such package: every suite says so itself.
@@ -22,8 +58,8 @@
           sb-thread:wait-on-semaphore sb-thread:try-semaphore sb-thread:semaphore-count
           sb-thread:make-thread sb-thread:join-thread sb-thread:thread-yield))
 
-;;;; Groups that cannot hang a suite: whoever has not ended after *PATIENCE* is
-;;;; reported as an error. Only a bug makes a test wait that long.
+;;;; Groups that cannot hang a suite: what has not ended after *PATIENCE* is reported as an error.
+;;;; Only a bug makes a test wait that long.
 
 #+sb-fiber
 (progn
@@ -61,14 +97,16 @@
   `(call-with-group (lambda (,group) (declare (ignorable ,group)) ,@body) ,carrier-count))
 
 (defmacro with-stuck-carrier-time ((seconds) &body body)
-  "Execute BODY with another value of *STUCK-CARRIER-TIME*, NIL if no carrier is to be replaced by another."
+  "Execute BODY with another value of *STUCK-CARRIER-TIME*, NIL if no carrier is to be replaced by
+another."
   (let ((old (gensym)))
     `(let ((,old *stuck-carrier-time*))
        (unwind-protect (progn (setf *stuck-carrier-time* ,seconds) ,@body)
          (setf *stuck-carrier-time* ,old)))))
 
 (defmacro with-group-of-same-carriers ((group carrier-count) &body body)
-  "WITH-GROUP for a group whose carriers are not replaced: spares end, and BODY deals with their threads."
+  "WITH-GROUP for a group whose carriers are not replaced: spares end, and BODY deals with their
+threads."
   `(with-stuck-carrier-time (nil)
      (with-group (,group ,carrier-count) ,@body)))
 
@@ -110,20 +148,21 @@
   `(call-with-error-output (lambda () ,@body) (make-broadcast-stream)))
 
 (defun call-in-child (arguments &key input environment (wrapper nil))
-  "Run this Lisp with ARGUMENTS in a process of its own; return exit code and output, errors included. WRAPPER
-is the start of a command line that the Lisp is appended to."
+  "Run this Lisp with ARGUMENTS in a process of its own; return exit code and output, errors
+included. WRAPPER is the start of a command line that the Lisp is appended to."
   (let* ((command (append wrapper
-                          (list (sb-ext:native-namestring sb-ext:*runtime-pathname*) "--core" (sb-ext:native-namestring sb-ext:*core-pathname*)
+                          (list (sb-ext:native-namestring sb-ext:*runtime-pathname*) "--core"
+                                (sb-ext:native-namestring sb-ext:*core-pathname*)
                                 "--noinform" "--disable-ldb" "--no-sysinit" "--no-userinit"
                                 "--disable-debugger")
                           arguments))
          (process nil)
          (output (with-output-to-string (out)
                    (with-input-from-string (in (or input ""))
-                     (setf process (sb-ext:run-program (first command) (rest command)
-                                                       :search t :input in :output out :error :output
-                                                       :environment (append environment
-                                                                            (sb-ext:posix-environ))))))))
+                     (setf process (sb-ext:run-program
+                                    (first command) (rest command)
+                                    :search t :input in :output out :error :output
+                                    :environment (append environment (sb-ext:posix-environ))))))))
     (values (sb-ext:process-exit-code process) output)))
 
 ;;; A child knows nothing of these tests.
@@ -137,7 +176,8 @@ is the start of a command line that the Lisp is appended to."
       (prin1-to-string form))))
 
 (defun child-result (form &rest arguments)
-  "What a child prints, as it evaluates FORM and quits, after the last newline but one; or all if it failed."
+  "What a child prints, as it evaluates FORM and quits, after the last newline but one; or all if it
+failed."
   (multiple-value-bind (code output)
       (apply #'call-in-child (list* "--eval" *child-package* "--eval" (printed form) '("--quit"))
              arguments)
@@ -147,8 +187,8 @@ is the start of a command line that the Lisp is appended to."
 
 (defmacro on-carriers ((carrier-count &key (counts ''(1 2 16)) (migration ''(nil t)))
                        &body body)
-  "Execute BODY with each number of carriers, and again such that each fiber is resumed by another carrier
-than before; only so, if the environment wants it."
+  "Execute BODY with each number of carriers, and again such that each fiber is resumed by another
+carrier than before; only so, if the environment wants it."
   `(call-on-carriers (lambda (,carrier-count) ,@body) ,counts ,migration))
 
 (defun call-on-carriers (function counts migration)
@@ -170,7 +210,8 @@ than before; only so, if the environment wants it."
   fiber)
 
 (defmacro parked-fibers (group &body forms)
-  "A list of parked fibers, each of which has executed one of FORMS, with a cleanup that counts in CLEANED."
+  "A list of parked fibers, each of which has executed one of FORMS, with a cleanup that counts in
+CLEANED."
   `(mapcar #'wait-until-parked
            (list ,@(loop for form in forms
                          collect `(spawn (,group)
@@ -179,8 +220,8 @@ than before; only so, if the environment wants it."
                                       (sb-ext:atomic-incf (car cleaned))))))))
 
 (defun all-ways-to-park (group cleaned)
-  "A list of fibers of GROUP, parked in each of these ways, that count in CLEANED when they are ended; and a
-fiber that one of them waits for."
+  "A list of fibers of GROUP, parked in each of these ways, that count in CLEANED when they are
+ended; and a fiber that one of them waits for."
   (let ((mutex (sb-thread:make-mutex)) (queue (sb-thread:make-waitqueue))
         (semaphore (sb-thread:make-semaphore)) (held (sb-thread:make-mutex))
         (other (spawn (group) (fiber-park))))
@@ -199,7 +240,8 @@ fiber that one of them waits for."
        (sb-thread:with-mutex (mutex) (loop (sb-thread:condition-wait queue mutex)))
        (sb-thread:with-mutex (mutex) (loop (sb-thread:condition-wait queue mutex :timeout 3600)))
        (sb-thread:wait-on-semaphore semaphore)
-       ;; OTHER may be ended before: the error would unwind this fiber, and its end come in a cleanup form.
+       ;; OTHER may be ended before: the error would unwind this fiber, and its end come in a
+       ;; cleanup form.
        (progn (fiber-join other :default nil) (fiber-park))
        (with-fiber-pinned (fiber-park))
        (handler-bind ((error (lambda (condition) (declare (ignore condition)) (fiber-park))))
@@ -230,6 +272,31 @@ fiber that one of them waits for."
   "A fiber that raises STARTED and then executes BODY, after STARTED was seen to be raised."
   `(prog1 (spawn (,group) (raise-flag ,started) ,@body)
      (wait-until (flag-value ,started))))
+
+(defun pollers-in-use ()
+  (count-if-not #'null sb-fiber::*pollers*))
+
+;;; Nothing parks here: where migration is forced, a fiber that waited for a lock might be left to a
+;;; carrier that computes.
+(defun busy-carriers (group n)
+  "The threads of the N carriers of GROUP, when each of them has run a fiber."
+  (let ((threads (list '())) (go (make-flag)))
+    (join-all (loop repeat n
+                    collect (spawn (group)
+                              (sb-ext:atomic-push (sb-fiber::carrier-thread sb-fiber::*carrier*)
+                                                  (car threads))
+                              (when (= n (length (car threads))) (raise-flag go))
+                              (compute-until go))))
+    (car threads)))
+
+;;; Call ARRIVE before FUNCTION, a symbol, whenever that is called in BODY.
+(defmacro with-call-before ((function arrive) &body body)
+  `(progn
+     (sb-int:encapsulate ,function 'test (lambda (f &rest arguments)
+                                           (apply ,arrive arguments)
+                                           (apply f arguments)))
+     (unwind-protect (progn ,@body)
+       (sb-int:unencapsulate ,function 'test))))
 
 (defun heap-count (group)
   (loop for scheduler across (sb-fiber::fiber-group-schedulers group)
@@ -271,7 +338,7 @@ fiber that one of them waits for."
      (yield-at-random)
      (setf ,place (1+ old))))
 
-;;; Another who holds a mutex until the body of the test has been executed.
+;;; Another fiber or thread, which holds a mutex until the body of the test has been executed.
 (defun call-with-held-mutex (kind carrier-count function)
   (let ((mutex (make-mutex)) (held (make-semaphore)) (done (make-semaphore)))
     (flet ((hold ()
@@ -308,7 +375,7 @@ fiber that one of them waits for."
         finally (return (list waiters native claims chains))))
 
 (defmacro nobody-left (&body body)
-  "Check that BODY leaves nobody in the parking lot who was not there."
+  "Check that BODY leaves nothing in the parking lot that was not there."
   `(let ((before (counted-waiters)))
      (multiple-value-prog1 (progn ,@body)
        (is (equal before (counted-waiters))))))

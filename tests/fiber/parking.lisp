@@ -1,4 +1,4 @@
-;;;; the parking lot alone: fiber-parking.lisp, without a scheduler
+;;;; the parking lot alone: fiber/parking.lisp, without a scheduler
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -87,7 +87,7 @@
       (is (null (take bucket word)))
       (is (= 0 (n-waiters bucket))))))
 
-;;; Words share buckets. Prevents: waking who waits for another one.
+;;; Words share buckets. Prevents: waking what waits for another one.
 (test two-words-in-a-bucket
   (with-words (one two)
     (let ((bucket (sb-fiber::make-bucket))
@@ -102,7 +102,7 @@
       (is (eq first (take bucket one)))
       (is (eq third (take bucket one))))))
 
-;;; Time-out and wake are decided by who takes the fiber out. Prevents that both think so.
+;;; Time-out and wake are decided by what takes the fiber out. Prevents that both think so.
 (test leaving-a-bucket
   (with-words (word)
     (let ((bucket (sb-fiber::make-bucket))
@@ -119,8 +119,8 @@
       (enter bucket (first fibers) word)
       (is (equal (list (second fibers) (first fibers)) (queue-of bucket word))))))
 
-;;; Prevents: one who was overtaken and waits behind those who came later; a mutex that is handed to
-;;; one who does not expect it.
+;;; Prevents: a waiter that was overtaken and waits behind those that came later; a mutex that is
+;;; handed to one that does not expect it.
 (test claims
   (with-words (word other)
     (let ((bucket (sb-fiber::make-bucket))
@@ -181,8 +181,8 @@
           (count :wanted model :key (lambda (entry) (claim-of (car entry)))))))
 
 (defun random-operations (n words)
-  "Do N operations on a bucket and on a list of conses of a fiber and its word. Return the number of the
-first that differs, or NIL."
+  "Do N operations on a bucket and on a list of conses of a fiber and its word. Return the number of
+the first that differs, or NIL."
   (let ((bucket (sb-fiber::make-bucket))
         (model '())
         (spare (loop repeat 30 collect (make-waiter))))
@@ -285,7 +285,7 @@ first that differs, or NIL."
         (is (null (join-in-time thread)))))
     (is (uncounted-p word))))
 
-;;; Prevents: one who is counted for ever, so that each wake of the bucket is a system call.
+;;; Prevents: a waiter that is counted for ever, so that each wake of the bucket is a system call.
 (test a-thread-that-is-unwound-is-counted-out
   (with-words (word)
     (let ((thread (first (start-waiters word 1))))
@@ -302,8 +302,8 @@ first that differs, or NIL."
            (setf (word address) (mod (1+ me) n))
            (sb-fiber::wake-on-word address (ash 1 29))))
 
-;;; Prevents: a wake between the look at the word and the sleep that is lost. The store is a plain one:
-;;; the waker must not look for waiters before others see it.
+;;; Prevents: a wake between the look at the word and the sleep that is lost. The store is a plain
+;;; one: the waker must not look for waiters before others see it.
 (test no-wake-is-lost-between-threads
   (with-words (word)
     (let ((threads (loop for i below 3
@@ -330,8 +330,8 @@ first that differs, or NIL."
       (terminate-fiber fiber)
       (is (not (fiber-alive-p fiber))))))
 
-;;; As in a thread, a wait within WITHOUT-INTERRUPTS is not interrupted. Prevents: an unwinding of code
-;;; that has asked not to be unwound.
+;;; As in a thread, a wait within WITHOUT-INTERRUPTS is not interrupted. Prevents: an unwinding of
+;;; code that has asked not to be unwound.
 (test interruptions-come-when-they-are-allowed
   (with-group (group 1)
     (let* ((semaphore (sb-thread:make-semaphore))

@@ -1,4 +1,4 @@
-;;;; the waiter map and pollers alone: fiber-poller.lisp, without a scheduler
+;;;; the waiter map and pollers alone: fiber/poller.lisp, without a scheduler
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -225,7 +225,7 @@ that differs, or NIL."
 
 ;;; Prevents: arming for one direction, or a report of one, that makes epoll forget the other.
 (defun call-with-both-waiting (function first-direction)
-  "Call FUNCTION with a poller, both ends of a connection, and those who wait at the first of
+  "Call FUNCTION with a poller, both ends of a connection, and the fibers that wait at the first of
 these, for FIRST-DIRECTION first."
   (with-poller (poller)
     (with-socket-pair (a b)
@@ -334,7 +334,7 @@ these, for FIRST-DIRECTION first."
   (is (null (sb-fiber::find-fd-cell 999999 nil))))
 
 ;;; A report has been got from the kernel, and before it is handled the number is closed and
-;;; stands for another file. Prevents that it wakes who waits for that.
+;;; stands for another file. Prevents that it wakes the fiber that waits for that.
 (test late-reports-are-dropped
   (with-poller (poller)
     (with-pipe (reader writer)
@@ -353,8 +353,8 @@ these, for FIRST-DIRECTION first."
         (send-byte writer)
         (is (equal (list new) (ready poller)))))))
 
-;;; A report for who does not wait any more must not be an error, nor wake who waits for the other
-;;; direction.
+;;; A report for a fiber that does not wait any more must not be an error, nor wake the one that
+;;; waits for the other direction.
 (test reports-for-nobody
   (with-poller (poller)
     (with-socket-pair (a b)
@@ -398,7 +398,7 @@ these, for FIRST-DIRECTION first."
           (is (equal (list fiber) (ready poller)))
           (close-fd number))))))
 
-;;; Who cannot wait is told so, and is in no chain.
+;;; A fiber that cannot wait is told so, and is in no chain.
 (test files-that-are-always-ready
   (with-poller (poller)
     (with-open-file (stream *load-truename*)
@@ -480,7 +480,8 @@ these, for FIRST-DIRECTION first."
           (add fiber reader input poller)
           (remove-from fiber reader input))))))
 
-;;; The kernel has reported the first of those who wait, and then refuses to watch the descriptor for the others.
+;;; The kernel has reported the first of the fibers that wait, and then refuses to watch the
+;;; descriptor for the others.
 (test closed-silently-after-a-report
   (with-poller (poller)
     (with-pipe (reader writer)
@@ -505,8 +506,7 @@ these, for FIRST-DIRECTION first."
 (test no-poller-without-descriptors
   (let ((descriptors (count-descriptors)))
     (dotimes (left 2)
-      (let ((limit (exchange-descriptor-limit (+ left (lowest-free-descriptor)))))
-        (unwind-protect (signals error (sb-fiber::make-poller))
-          (exchange-descriptor-limit limit))))
+      (with-free-descriptors (left)
+        (signals error (sb-fiber::make-poller))))
     (is (= descriptors (count-descriptors)))
     (is (every #'null sb-fiber::*pollers*))))

@@ -20,7 +20,8 @@
   (length (sb-fiber::blocking-pool-threads sb-fiber::*blocking-pool*)))
 
 (defun call-with-pool (function limit)
-  "Call FUNCTION while there is a fresh pool of LIMIT threads; then check that it has lost none of them."
+  "Call FUNCTION while there is a fresh pool of LIMIT threads; then check that it has lost none of
+them."
   (let ((old-limit *blocking-thread-limit*)
         (pool sb-fiber::*blocking-pool*))
     (sb-fiber::dismiss-idle-threads)
@@ -73,7 +74,9 @@
     (is (eq t (in-fiber ()
                 (call-blocking (lambda ()
                                  (let ((thread sb-thread:*current-thread*))
-                                   (eq thread (call-blocking (lambda () sb-thread:*current-thread*)))))))))))
+                                   (eq thread
+                                       (call-blocking (lambda ()
+                                                        sb-thread:*current-thread*)))))))))))
 
 (defvar *seen-by-calls* :global)
 
@@ -183,10 +186,11 @@
         (is (equal '(:called :signalled)
                    (in-fibers n 2 (lambda (i)
                                     (cond ((= i 0)
-                                           (call-blocking (lambda ()
-                                                            (sb-thread:wait-on-semaphore semaphore)))
+                                           (call-blocking
+                                            (lambda () (sb-thread:wait-on-semaphore semaphore)))
                                            :called)
-                                          (t (sb-thread:signal-semaphore semaphore) :signalled))))))))))
+                                          (t (sb-thread:signal-semaphore semaphore)
+                                             :signalled))))))))))
 
 (test as-many-threads-as-calls-that-wait-for-each-other
   (with-pool (8)
@@ -231,8 +235,8 @@
 ;;;; unwinding the fiber
 
 (defmacro with-abandoned-call ((how &key (around 'progn) (call '(loop (sleep 1)))) &body body)
-  "A CALL in AROUND that is abandoned by HOW, a function of the fiber; then BODY, where CLEANED is true
-if the call was unwound."
+  "A CALL in AROUND that is abandoned by HOW, a function of the fiber; then BODY, where CLEANED is
+true if the call was unwound."
   `(let ((begun (sb-thread:make-semaphore)) (cleaned nil))
      (with-group (group 2)
        (let ((fiber (spawn (group)
@@ -334,7 +338,8 @@ if the call was unwound."
     (is (equal (loop for i below 40 collect (list i))
                (let ((stop nil))
                  (with-group (group 2)
-                   (let ((collector (spawn (group) (loop until stop do (sb-ext:gc) (sleep 1/1000)))))
+                   (let ((collector (spawn (group)
+                                      (loop until stop do (sb-ext:gc) (sleep 1/1000)))))
                      (prog1 (join-all
                              (loop for i below 40
                                    collect (let ((i i))
@@ -360,7 +365,8 @@ if the call was unwound."
                                   (sb-bsd-sockets:get-host-by-address
                                    (sb-bsd-sockets:make-inet-address "127.0.0.1")))))))))
 
-;;; The other fibers of the carrier run while the name is looked up: one of them accepts the connection.
+;;; The other fibers of the carrier run while the name is looked up: one of them accepts the
+;;; connection.
 (test usocket-connects-by-name
   (with-pool ()
     (on-carriers (n)
@@ -368,11 +374,13 @@ if the call was unwound."
         (unwind-protect
              (with-group (group n)
                (let ((server (spawn (group)
-                               (usocket:with-connected-socket (socket (usocket:socket-accept listener))
+                               (usocket:with-connected-socket
+                                   (socket (usocket:socket-accept listener))
                                  (read-line (usocket:socket-stream socket)))))
                      (client (spawn (group)
                                (usocket:with-client-socket
-                                   (socket stream "localhost" (usocket:get-local-port listener) :timeout 30)
+                                   (socket stream "localhost" (usocket:get-local-port listener)
+                                           :timeout 30)
                                  (format stream "by name~%")
                                  (finish-output stream)
                                  (plusp (pool-threads))))))
@@ -398,7 +406,9 @@ if the call was unwound."
                                      "--eval" (printed call)
                                      "--eval" (printed `(sb-ext:save-lisp-and-die ,core))))
                 (is (string= "42" (string-trim '(#\Newline #\Space)
-                                               (nth-value 1 (call-with-core core (printed `(princ ,call))))))))
+                                               (nth-value 1
+                                                          (call-with-core
+                                                           core (printed `(princ ,call))))))))
       (when (probe-file core) (delete-file core)))))
 
 (defun call-with-core (core form)
@@ -416,8 +426,9 @@ if the call was unwound."
   (is (string= "0" (princ-to-string
                     (call-in-child (list "--eval" "(sb-fiber:start-fibers
                                                      (sb-fiber:make-fiber
-                                                       (lambda () (sb-fiber:call-blocking
-                                                                    (lambda () (loop (sleep 1)))))))"
+                                                       (lambda ()
+                                                          (sb-fiber:call-blocking
+                                                           (lambda () (loop (sleep 1)))))))"
                                          "--eval" "(sleep 1/10)"
                                          "--eval" "(sb-ext:exit)"))))))
 
@@ -425,18 +436,20 @@ if the call was unwound."
 (test exit-in-a-call
   (is (= 7 (call-in-child (list "--eval" "(sb-fiber:run-fibers
                                             (sb-fiber:make-fiber
-                                              (lambda () (sb-fiber:call-blocking
-                                                           (lambda () (sb-ext:exit :code 7))))))")))))
+                                              (lambda ()
+                                                 (sb-fiber:call-blocking
+                                                  (lambda () (sb-ext:exit :code 7))))))")))))
 
-;;; Prevents: the same. The first thread of the pool that EXIT is called in, since nothing handles an error, was dead
-;;; then, and had the lock.
+;;; Prevents: the same. The first thread of the pool that EXIT is called in, since nothing handles
+;;; an error, was dead then, and had the lock.
 (test exit-after-a-call-that-exits-to-its-fiber
   (is (= 7 (call-in-child (list "--eval" "(ignore-errors
                                             (sb-fiber:run-fibers
                                               (sb-fiber:make-fiber
                                                 (lambda ()
                                                   (block nil
-                                                    (sb-fiber:call-blocking (lambda () (return 1))))))))"
+                                                    (sb-fiber:call-blocking
+                                                     (lambda () (return 1))))))))"
                                 "--eval" "(sb-ext:exit :code 7)")
                           :wrapper '("timeout" "-k" "5" "30")))))
 
@@ -467,17 +480,19 @@ if the call was unwound."
             '(sb-ext:exit :code 7))))
   ;; The next call is interrupted by it.
   (is (= 0 (exit-code-with-term-for-idle-thread
-            '(submit-fiber group (make-fiber (lambda () (call-blocking (lambda () (loop (sleep 1)))))))
+            '(submit-fiber group
+                           (make-fiber (lambda () (call-blocking (lambda () (loop (sleep 1)))))))
             '(loop (sleep 1))))))
 
 (defun blocks-p (thread signal)
   "Does THREAD block SIGNAL, as the kernel says?"
-  (with-open-file (status (format nil "/proc/self/task/~D/status" (sb-thread::thread-os-tid thread)))
+  (with-open-file (status (format nil "/proc/self/task/~D/status"
+                                  (sb-thread::thread-os-tid thread)))
     (loop for line = (read-line status)
           when (eql 0 (search "SigBlk:" line))
             return (logbitp (1- signal) (parse-integer line :start 8 :radix 16)))))
 
-;;; Who leaves a handler by a non-local exit has unblocked all.
+;;; A thread that leaves a handler by a non-local exit has unblocked all.
 (test idle-threads-block-signals
   (with-pool (1)
     (with-group (group 1)
@@ -487,8 +502,10 @@ if the call was unwound."
         (is (equal '(nil nil)
                    (join (spawn (group)
                            (call-blocking (lambda ()
-                                            (list (blocks-p sb-thread:*current-thread* sb-unix:sigterm)
-                                                  (blocks-p sb-thread:*current-thread* sb-unix:sigurg))))))))
+                                            (list (blocks-p sb-thread:*current-thread*
+                                                            sb-unix:sigterm)
+                                                  (blocks-p sb-thread:*current-thread*
+                                                            sb-unix:sigurg))))))))
         (is-true (blocks-p (idle-thread) sb-unix:sigterm))
         (with-abandoned-call (#'terminate-fiber)
           (is-true (wait-until cleaned))

@@ -27,7 +27,9 @@
 (test run-program-many
   (on-carriers (n)
     (is (equal (loop for i below 20 collect i)
-               (in-fibers n 20 (lambda (i) (exit-code (format nil "sleep 0.0~D; exit ~D" (mod i 5) i))))))))
+               (in-fibers n 20
+                          (lambda (i)
+                            (exit-code (format nil "sleep 0.0~D; exit ~D" (mod i 5) i))))))))
 
 ;;; The process goes on until the fiber that would be blocked has opened its way.
 (test other-fibers-run-meanwhile
@@ -37,7 +39,8 @@
                  (in-fibers n 2
                             (lambda (i)
                               (cond ((= i 0)
-                                     (setf process (start-shell "read line; exit $line" :input :stream))
+                                     (setf process (start-shell "read line; exit $line"
+                                                                :input :stream))
                                      (sb-thread:signal-semaphore started)
                                      (sb-ext:process-exit-code (sb-ext:process-wait process)))
                                     (t (sb-thread:wait-on-semaphore started)
@@ -50,17 +53,19 @@
     (is (equal (loop for i below 8 collect (format nil "~D~%~D~%" i i))
                (in-fibers n 8 (lambda (i)
                                 (with-output-to-string (out)
-                                  (sb-ext:run-program "/bin/sh"
-                                                      (list "-c" (format nil "echo ~D; sleep 0.02; echo ~:*~D" i))
-                                                      :output out))))))))
+                                  (sb-ext:run-program
+                                   "/bin/sh"
+                                   (list "-c" (format nil "echo ~D; sleep 0.02; echo ~:*~D" i))
+                                   :output out))))))))
 
 (test much-output
   (is (= 200000 (in-fiber (2)
                   (length (with-output-to-string (out)
-                            (sb-ext:run-program "/bin/sh" '("-c" "head -c 200000 /dev/zero | tr '\\0' x")
+                            (sb-ext:run-program "/bin/sh"
+                                                '("-c" "head -c 200000 /dev/zero | tr '\\0' x")
                                                 :output out)))))))
 
-;;; All who wait for one process are told, fibers and threads.
+;;; All that wait for one process are told, fibers and threads.
 (test several-wait-for-one-process
   (on-carriers (n)
     (let* ((process (start-shell "sleep 0.2; exit 5"))
@@ -78,13 +83,16 @@
     (let ((threads (loop for i below 4
                          collect (let ((i i))
                                    (sb-thread:make-thread
-                                    (lambda () (exit-code (format nil "sleep 0.0~D; exit ~D" i i))))))))
+                                    (lambda ()
+                                      (exit-code (format nil "sleep 0.0~D; exit ~D" i i))))))))
       (is (equal '(10 11 12 13 14 15)
-                 (in-fibers n 6 (lambda (i) (exit-code (format nil "sleep 0.0~D; exit ~D" i (+ i 10)))))))
+                 (in-fibers n 6
+                            (lambda (i)
+                              (exit-code (format nil "sleep 0.0~D; exit ~D" i (+ i 10)))))))
       (is (equal '(0 1 2 3) (mapcar #'sb-thread:join-thread threads))))))
 
-;;; Prevents: a descriptor that was opened and not noted yet when the waiter was unwound, or one that is in the
-;;; list of those to be written to and has been closed.
+;;; Prevents: a descriptor that was opened and not noted yet when the waiter was unwound, or one
+;;; that is in the list of those to be written to and has been closed.
 (test waits-that-are-unwound
   (let ((process (start-shell "exec sleep 60")))
     (unwind-protect
@@ -93,11 +101,14 @@
              (let ((descriptors (open-descriptors)))
                (loop for i below 100
                      do (let ((fiber (spawn (group) (sb-ext:process-wait process)))
-                              (thread (make-thread #'sb-ext:process-wait :arguments (list process))))
+                              (thread
+                                (make-thread #'sb-ext:process-wait :arguments (list process))))
                           (loop repeat (random 20) do (sb-thread:thread-yield))
                           (terminate-fiber fiber)
                           (sb-thread:terminate-thread thread)
-                          (is (eq :abort (nth-value 1 (fiber-join fiber :default nil :timeout *patience*))))
+                          (is (eq :abort (nth-value 1
+                                                    (fiber-join fiber :default nil
+                                                                :timeout *patience*))))
                           (join-thread thread :default nil :timeout *patience*)))
                (is (= descriptors (open-descriptors)))
                (is (null (sb-impl::process-serve-event-pipe process))))))
@@ -132,7 +143,7 @@
                            (sb-ext:process-status (sb-ext:process-wait process))
                            (sb-ext:process-exit-code process)))))))))
 
-;;; Who does not ask for it is not told that the process was stopped.
+;;; A waiter that does not ask for it is not told that the process was stopped.
 (test a-stopped-process-that-goes-on
   (is (eql 0 (in-fiber (2)
                (let* ((process (start-shell "kill -STOP $$; exit 0"))

@@ -1,4 +1,5 @@
-;;;; Descriptors that are closed while a fiber uses them, and whose number another file has when it goes on
+;;;; Descriptors that are closed while a fiber uses them, and whose number another file has when it
+;;;; goes on
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -16,23 +17,23 @@
 
 ;;;; Two fibers of one carrier: one uses a socket, the other closes it in the meantime
 
-(defun use-up-turn ()
-  (setf (sb-fiber::carrier-budget sb-fiber::*carrier*) (* -4 sb-fiber::+turn+)))
+(defun spend-all ()
+  (setf (sb-fiber::carrier-budget sb-fiber::*carrier*) (* -4 sb-fiber::+budget+)))
 
 (defun call-before-other (use other)
-  "Call USE in a fiber that has to let OTHER, in a second fiber, go first before its first system call. Return
-what they return; for USE, the condition that it signals."
+  "Call USE in a fiber that has to let OTHER, in a second fiber, go first before its first system
+call. Return what they return; for USE, the condition that it signals."
   (with-group-of-same-carriers (group 1)
     (let* ((second nil)
            (first (spawn (group)
                     (setf second (spawn (group) (funcall other)))
-                    (use-up-turn)
+                    (spend-all)
                     (handler-case (funcall use) (error (condition) condition)))))
       (values (join first) (join second)))))
 
 (defun call-after-waking (use wake other)
-  "Call USE in a fiber, WAKE in another when the first has parked, and OTHER when the first can run and does not
-yet. Return what USE and OTHER return, as above."
+  "Call USE in a fiber, WAKE in another when the first has parked, and OTHER when the first can run
+and does not yet. Return what USE and OTHER return, as above."
   (with-group-of-same-carriers (group 1)
     (let* ((first (spawn (group) (handler-case (funcall use) (error (condition) condition))))
            (second (spawn (group)
@@ -63,7 +64,8 @@ yet. Return what USE and OTHER return, as above."
         (subseq buffer 0 (max 0 n))))))
 
 (defun stranger-problem (condition fd peer)
-  "What happened to the connection of FD and PEER, if anything did, or to who used FD before."
+  "What happened to the connection of FD and PEER, if anything did, or to the fiber that used FD
+before."
   (unwind-protect
        (cond ((not (typep condition 'error)) (format nil "~S was returned" condition))
              ((not (typep condition '(or descriptor-closed stream-error sb-sys:deadline-timeout)))
@@ -118,7 +120,7 @@ yet. Return what USE and OTHER return, as above."
      (let ((,stream (binary-stream-of ,a))) ,@body)))
 
 ;;; Prevents: bytes of one connection that are read or written by the user of another.
-(test closed-while-a-fiber-waits-for-its-turn
+(test closed-while-a-fiber-yields
   (loop for (name use) on (append *uses* *other-uses*) by #'cddr
         unless (eq name :usable)        ; makes no call first
           do (loop for closer in (closers)
@@ -202,7 +204,7 @@ yet. Return what USE and OTHER return, as above."
       (loop until socket do (sb-ext:spin-loop-hint))
       socket)))
 
-(test listener-closed-while-a-fiber-waits-for-its-turn
+(test listener-closed-while-a-fiber-yields
   (let ((listener (listening-socket)))
     (multiple-value-bind (result new)
         (call-before-other (lambda () (socket-accept listener))
@@ -244,8 +246,8 @@ yet. Return what USE and OTHER return, as above."
           (sb-unix:unix-close peer))))
     (sb-unix:unix-close peer)))
 
-;;; The first closer says late that it is done, when a second one closes the next file of that number. Prevents: the
-;;; third file that is taken for the second.
+;;; The first closer says late that it is done, when a second one closes the next file of that
+;;; number. Prevents: the third file that is taken for the second.
 (test closed-by-two
   (multiple-value-bind (fd peer) (socket-pair)
     (let ((cell (sb-fiber::find-fd-cell fd t))
@@ -260,6 +262,59 @@ yet. Return what USE and OTHER return, as above."
           (let ((third-peer (stranger fd)))
             (is (not (sb-fiber::same-file-p cell file)))
             (mapc #'sb-unix:unix-close (list fd peer second-peer third-peer))))))))
+
+;;; Prevents: what is noted of the flag O_NONBLOCK of the old file, and believed of the next.
+(test listener-that-is-being-closed
+  (let* ((listener (listening-socket))
+         (fd (socket-file-descriptor listener))
+         (cell (sb-fiber::find-fd-cell fd t)))
+    (sb-ext:cancel-finalization listener)
+    (with-group-of-same-carriers (group 1)
+      (let* ((mark (sb-fiber::note-close fd))
+             (fiber (spawn (group)
+                      (handler-case (socket-accept listener) (error (condition) condition)))))
+        (loop repeat 2 do (join (spawn (group) nil))) ; FIBER had its turn
+        (close-for-real fd)
+        (let ((new (listening-socket)))
+          (assert (= fd (socket-file-descriptor new)))
+          (sb-fiber::note-closed fd mark)
+          (is (typep (join fiber) 'descriptor-closed))
+          (is (not (sb-fiber::fd-cell-nonblocking-by-us cell)))
+          (socket-close new))))))
+
+;;; The flag was ours. Prevents: one who accepts, and is told that nobody has come.
+(test listener-closed-after-nobody-has-come
+  (let* ((listener (listening-socket)) (fd (socket-file-descriptor listener)) (mark nil))
+    (sb-ext:cancel-finalization listener)
+    (is (typep (in-fiber ()
+                 (handler-case
+                     (sb-fiber::call-accepting
+                      (lambda ()
+                        (setf mark (sb-fiber::note-close fd))
+                        (sb-alien:alien-funcall
+                         (sb-alien:extern-alien
+                          "accept" (function sb-alien:int sb-alien:int
+                                             sb-alien:unsigned sb-alien:unsigned))
+                         fd 0 0))
+                      fd)
+                   (error (condition) condition)))
+               'descriptor-closed))
+    (close-for-real fd)
+    (sb-fiber::note-closed fd mark)))
+
+;;; Prevents: the next file that is used as the old one was.
+(test kind-found-out-while-the-number-is-being-closed
+  (multiple-value-bind (in out) (sb-unix:unix-pipe)
+    (let ((mark (sb-fiber::note-close in))
+          (octets (octets 1)))
+      (is (eql sb-unix:ewouldblock
+               (in-fiber ()
+                 (sb-sys:with-pinned-objects (octets)
+                   (nth-value 1 (sb-fiber::unix-read-now in (sb-sys:vector-sap octets) 1))))))
+      (close-for-real in)
+      (sb-fiber::note-closed in mark)
+      (is (null (sb-fiber::fd-cell-kind (sb-fiber::find-fd-cell in nil)))))
+    (sb-unix:unix-close out)))
 
 ;;; It has found the old file not ready, before it was closed.
 (test parked-while-it-is-being-closed
@@ -287,11 +342,12 @@ yet. Return what USE and OTHER return, as above."
       (is (equal cells (mapcar (lambda (fd) (sb-fiber::find-fd-cell fd nil)) fds))))))
 
 (defun call-with-file-limit (limit function)
-  "Call FUNCTION while the process may have LIMIT descriptors. Return false if that is not to be had."
-  (let ((old (handler-case (exchange-descriptor-limit limit t) (error () nil))))
+  "Call FUNCTION while the process may have LIMIT descriptors. Return false if that is not to be
+had."
+  (let ((old (handler-case (exchange-limit +rlimit-nofile+ limit t) (error () nil))))
     (when old
       (unwind-protect (progn (funcall function) t)
-        (exchange-descriptor-limit old)))))
+        (exchange-limit +rlimit-nofile+ old)))))
 
 ;;; fs.nr_open is 2^20 as a rule.
 (test waiting-for-a-large-number

@@ -1,4 +1,5 @@
-;;;; Signals that come to fibers, and handlers that park while their signal contexts are on the stack
+;;;; Signals that come to fibers, and handlers that park while their signal contexts are on the
+;;;; stack
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -33,8 +34,9 @@
             (trap depth))
         (error () :not-reached))))
 
-;;; Prevents: contexts of several fibers of a carrier that share the thread's array of contexts; leaving in
-;;; another order than entering; a fiber resumed by another carrier than the one its context belongs to.
+;;; Prevents: contexts of several fibers of a carrier that share the thread's array of contexts;
+;;; leaving in another order than entering; a fiber resumed by another carrier than the one its
+;;; context belongs to.
 (test handlers-of-traps-that-park
   (on-carriers (n)
     (is (equal (loop for i below 50 collect (list i i (mod i 4) 0))
@@ -57,9 +59,10 @@
                             (loop for k below 20
                                   collect (handler-case
                                               (unwind-protect
-                                                   (handler-bind ((error (lambda (condition)
-                                                                           (declare (ignore condition))
-                                                                           (pause))))
+                                                   (handler-bind
+                                                       ((error (lambda (condition)
+                                                                 (declare (ignore condition))
+                                                                 (pause))))
                                                      (trap k))
                                                 (pause))
                                             (error () (pause) (+ i k))))))))))
@@ -98,8 +101,8 @@
 (defconstant sig-unblock 1)
 
 (defun call-in-signal-storm (interval handler function)
-  "Call FUNCTION while SIGALRM comes every INTERVAL microseconds to whoever has unblocked it, and is handled
-by HANDLER."
+  "Call FUNCTION while SIGALRM comes every INTERVAL microseconds to the threads that have unblocked
+it, and is handled by HANDLER."
   (change-mask sig-block sb-unix:sigalrm)
   (sb-sys:enable-interrupt sb-unix:sigalrm handler)
   (unwind-protect
@@ -123,9 +126,9 @@ by HANDLER."
   `(loop until (>= **signals** ,n)
          do (progn ,@body)))
 
-;;; Each kind of code has a switch between a handler deferred while interrupts are enabled and one found deferred
-;;; while they are not. Prevents: the end of the process ("pseudo_atomic_interrupted after
-;;; interrupt_handle_pending"), and signals that stay blocked.
+;;; Each kind of code has a switch between a handler deferred while interrupts are enabled and one
+;;; found deferred while they are not. Prevents: the end of the process ("pseudo_atomic_interrupted
+;;; after interrupt_handle_pending"), and signals that stay blocked.
 (defun storm (carrier-count handler &optional (signals 3000))
   (setf **signals** 0)
   (let ((mutex (sb-thread:make-mutex)) (count 0) (increments 0))

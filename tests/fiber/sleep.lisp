@@ -22,16 +22,21 @@
   (on-carriers (n)
     (is (all-true-p (in-fibers n 1000 (lambda (i)
                                         (declare (ignore i))
-                                        (loop repeat 3 always (slept-long-enough-p (random 0.03)))))))))
+                                        (loop repeat 3
+                                              always (slept-long-enough-p (random 0.03)))))))))
 
-;;; SLEEP of a constant is compiled in another way than that of a variable. Prevents: a carrier that sleeps itself.
+;;; SLEEP of a constant is compiled in another way than that of a variable. Prevents: a carrier that
+;;; sleeps itself.
 (test all-ways-to-sleep
   (with-group (group 1)
     (let ((sleepers (list (spawn (group) (sleep 3600))
                           (spawn (group) (sleep 3600.0))
                           (spawn (group) (sleep 3600.5d0))
                           (spawn (group) (sleep 7201/2))
-                          (spawn (group) (let ((seconds (+ 3600 (random 10)))) (declare (fixnum seconds)) (sleep seconds)))
+                          (spawn (group)
+                            (let ((seconds (+ 3600 (random 10))))
+                              (declare (fixnum seconds))
+                              (sleep seconds)))
                           (spawn (group) (sleep (parse-integer "3600")))
                           (spawn (group) (sleep (expt 10 30)))
                           (spawn (group) (fiber-sleep 3600))
@@ -118,26 +123,3 @@
         (sb-ext:schedule-timer timer 1/100)
         (is (eq :woken (join fiber)))
         (is (eq fiber ran-in))))))
-
-;;; A loop that waits for no time lets the others run, as it does in a thread. The monitor would help them.
-(test waiting-for-no-time-lets-others-run
-  (let ((stuck *stuck-carrier-time*)
-        (semaphore (make-semaphore)))
-    (unwind-protect
-         (progn
-           (setf *stuck-carrier-time* nil)
-           (with-group (group 1)
-             (let ((sleeper (spawn (group) (fiber-park))))
-               (dolist (wait (list (lambda () (sleep 0))
-                                   (lambda () (sleep 1d-9))
-                                   (lambda () (fiber-park :timeout 0))
-                                   (lambda () (fiber-join sleeper :timeout 0 :default nil))
-                                   (lambda () (sb-sys:serve-all-events 0))
-                                   (lambda () (wait-on-semaphore semaphore :timeout 1/1000000))))
-                 (let* ((other nil)
-                        (first (spawn (group) (fiber-yield)
-                                 (loop repeat 100000 until other do (funcall wait) finally (return other)))))
-                   (spawn (group) (setf other t))
-                   (is (eq t (join first)))))
-               (fiber-unpark sleeper))))
-      (setf *stuck-carrier-time* stuck))))

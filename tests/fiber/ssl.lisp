@@ -30,10 +30,11 @@
   (push (lambda () (sb-ext:delete-directory directory :recursive t)) sb-ext:*exit-hooks*)
   (sb-ext:run-program "openssl"
                       (list "req" "-x509" "-newkey" "ec" "-pkeyopt" "ec_paramgen_curve:prime256v1"
-                            "-nodes" "-days" "2" "-subj" "/CN=localhost" "-keyout" *key* "-out" *certificate*)
+                            "-nodes" "-days" "2" "-subj" "/CN=localhost" "-keyout" *key* "-out"
+                            *certificate*)
                       :search t))
 
-;;; Not by whom who comes first in a fiber: it takes some milliseconds.
+;;; Now, not when the first fiber needs it: it takes some milliseconds.
 (cl+ssl:ensure-initialized)
 
 ;;;; Server and clients
@@ -53,7 +54,8 @@
        (sb-bsd-sockets:socket-close ,socket))))
 
 (defun call-with-tls-server (group serve function)
-  "Call FUNCTION with the port on which fibers of GROUP call SERVE with a socket for each connection."
+  "Call FUNCTION with the port on which fibers of GROUP call SERVE with a socket for each
+connection."
   (with-socket (listener (make-socket))
     (sb-bsd-sockets:socket-bind listener #(127 0 0 1) 0)
     (sb-bsd-sockets:socket-listen listener 1024)
@@ -62,7 +64,7 @@
                         (let ((socket (sb-bsd-sockets:socket-accept listener)))
                           (spawn (group)
                             (with-socket (socket socket)
-                              ;; Who times out, or is late, breaks the connection.
+                              ;; A client that times out, or is late, breaks the connection.
                               (handler-case (funcall serve socket)
                                 (error () nil)))))))))
       (unwind-protect (funcall function (nth-value 1 (sb-bsd-sockets:socket-name listener)))
@@ -82,8 +84,8 @@
        (close ,stream :abort t))))
 
 (defun echo (socket &optional (pause 0))
-  "Read a length of two bytes and as many blocks of 256 bytes from SOCKET, and send the blocks back; wait for
-PAUSE seconds before each step."
+  "Read a length of two bytes and as many blocks of 256 bytes from SOCKET, and send the blocks back;
+wait for PAUSE seconds before each step."
   (sleep pause)
   (with-tls-stream (stream socket :server)
     (sleep pause)
@@ -123,8 +125,8 @@ PAUSE seconds before each step."
         (is (eq t (join (spawn (group) (ask port 3)))))
         (is (eq t (ask port 3)))))))
 
-;;; The server lets its clients wait in the handshake, for answers and for room to write. Prevents: a carrier that
-;;; waits in OpenSSL.
+;;; The server lets its clients wait in the handshake, for answers and for room to write. Prevents:
+;;; a carrier that waits in OpenSSL.
 (test waits-park
   (with-stuck-carrier-time (1/2)
     (with-group (group 1)
@@ -143,7 +145,8 @@ PAUSE seconds before each step."
       (with-group (group n)
         (with-tls-server (port group) (lambda (socket) (echo socket (/ (random 100) 1000)))
           (is (all-true-p (join-all (loop for i below 250
-                                          collect (let ((i i)) (spawn (group) (ask port (mod i 50))))))))
+                                          collect (let ((i i))
+                                                    (spawn (group) (ask port (mod i 50))))))))
           (is (= 0 (stuck group))))))))
 
 ;;; Prevents: a lock of OpenSSL that nobody gives back, or the memory allocator's.
@@ -159,7 +162,8 @@ PAUSE seconds before each step."
                                            (handler-case
                                                (handler-case
                                                    (sb-ext:with-timeout (/ (1+ (random 200)) 1000)
-                                                     (sb-sys:with-deadline (:seconds (/ (1+ (random 200)) 1000))
+                                                     (sb-sys:with-deadline
+                                                         (:seconds (/ (1+ (random 200)) 1000))
                                                        (ask port (mod (+ i j) 20)))
                                                      (count-one answered))
                                                  ((or sb-ext:timeout sb-sys:deadline-timeout) ()
@@ -223,7 +227,7 @@ PAUSE seconds before each step."
                     (is (eq :abort (wait-for-end fiber)))
                     (signal-semaphore go-on)
                     (is-true (wait-until (= 1 (flag-count freed))))))))))
-    ;; Each is freed by one of the two, or by who has got it.
+    ;; Each is freed by one of the two, or by the fiber that has got it.
     (let ((made (make-flag)))
       (is (= (freed-contexts
               (lambda (freed)
@@ -242,5 +246,6 @@ PAUSE seconds before each step."
                                (sb-ext:timeout ()))))
                 ;; What they have abandoned comes to its end.
                 (wait-until (= (sb-fiber::blocking-pool-idle sb-fiber::*blocking-pool*)
-                               (length (sb-fiber::blocking-pool-threads sb-fiber::*blocking-pool*))))))
+                               (length (sb-fiber::blocking-pool-threads
+                                        sb-fiber::*blocking-pool*))))))
              (flag-count made))))))

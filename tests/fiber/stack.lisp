@@ -1,4 +1,4 @@
-;;;; stacks alone: fiber-stack.lisp and runtime/fiber.c, without a scheduler
+;;;; stacks alone: fiber/stack.lisp and runtime/fiber-stack.c, without a scheduler
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -9,18 +9,10 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(dolist (file '("limits" "guards"))
+  (load (merge-pathnames (format nil "support/~A.lisp" file) *load-truename*)))
+
 (def-suite* stack)
-
-;;; Set in the processes that GUARD-METHODS starts: 1 for madvise, 2 for mprotect.
-(defparameter *guard-method* (sb-ext:posix-getenv "SB_FIBER_TEST_GUARD_METHOD"))
-
-(when *guard-method*
-  (setf (sb-alien:extern-alien "fiber_guard_method" sb-alien:int)
-        (parse-integer *guard-method*)))
-
-;;; For the children.
-(defparameter *run-file*
-  (sb-ext:native-namestring (merge-pathnames "run.lisp" *load-truename*)))
 
 ;;;; Where a stack lies. The picture is at the head of runtime/fiber-stack.h.
 
@@ -150,7 +142,7 @@
                 (is (null (set-exclusive-or contexts (mapcar #'context fibers)))))
               100))))
 
-;;; Prevents: a stack of one size that is given to who needs a larger one.
+;;; Prevents: a stack of one size that is given to a fiber that needs a larger one.
 (test sizes-do-not-mix
   (let ((small (call-with-stacks (lambda (fibers) (mapcar #'context fibers)) 10 (* 64 kib))))
     (call-with-stacks
@@ -267,31 +259,18 @@
 
 ;;;; No memory
 
-(defconstant +rlimit-as+ 9)
-
-(defun limit-address-space (bytes)
-  (sb-alien:with-alien ((limit (array sb-alien:unsigned-long 2)))
-    (setf (sb-alien:deref limit 0) bytes
-          (sb-alien:deref limit 1) (ldb (byte 64 0) -1)) ; RLIM_INFINITY
-    (= 0 (sb-alien:alien-funcall
-          (sb-alien:extern-alien "setrlimit" (function sb-alien:int sb-alien:int
-                                                       (* (array sb-alien:unsigned-long 2))))
-          +rlimit-as+ (sb-alien:addr limit)))))
-
 ;;; Prevents: a lost process, or a lost fiber, where there could be one less at a time.
 (test no-room-for-a-stack
   (let ((fibers (loop repeat 3 collect (make-test-fiber (ash 1 29))))) ; none of this size is free
-    (unwind-protect
-         (progn (limit-address-space (ash 1 30))
-                (is (notany #'allocate fibers))
-                (is (every (lambda (fiber) (= 0 (context fiber))) fibers)))
-      (limit-address-space (ldb (byte 64 0) -1)))
+    (with-limit (+rlimit-as+ (ash 1 30))
+      (is (notany #'allocate fibers))
+      (is (every (lambda (fiber) (= 0 (context fiber))) fibers)))
     (dolist (fiber fibers)
       (allocate fiber)
       (is (/= 0 (context fiber)))
       (release fiber))))
 
-;;;; Those who wait for each other
+;;;; Waiting for each other
 
 (defun use-stacks (flag)
   "A form that takes stacks and gives them back until FLAG, a symbol, is true."
@@ -303,8 +282,8 @@
                   (sb-fiber::retire-index fiber)
                   (sb-fiber::free-stack fiber))))))
 
-;;; Prevents: a collector that waits for a thread that has GC inhibited and wants a stack, which waits
-;;; for another that was stopped while it took one. It would never end: a child.
+;;; Prevents: a collector that waits for a thread that has GC inhibited and wants a stack, which
+;;; waits for another that was stopped while it took one. It would never end: a child.
 (test stacks-without-gcing
   (is (equal "(:DONE :DONE :DONE)"
              (child-result
@@ -356,7 +335,8 @@
                                     (make-fiber
                                      (lambda ()
                                        (let ((*error-output* (make-broadcast-stream)))
-                                         (handler-case (labels ((recurse () (+ 1 (recurse)))) (recurse))
+                                         (handler-case (labels ((recurse () (+ 1 (recurse))))
+                                                         (recurse))
                                            (storage-condition () :exhausted)))))
                                     :carrier-count 1)
                                    (sb-alien:extern-alien "fiber_guard_method" sb-alien:int))
@@ -365,14 +345,7 @@
         (skip "This kernel cannot filter system calls.")
         (is (equal "((:EXHAUSTED) 2)" result)))))
 
-;;; All of this again in processes that use the one way to make a guard, and the other.
-;;; Before Linux 6.13 the first one is not there.
+;;; All of this again.
 (unless *guard-method*
   (test guard-methods
-    (dolist (method (if (= 2 (sb-alien:extern-alien "fiber_guard_method" sb-alien:int))
-                        '("2")
-                        '("1" "2")))
-      (multiple-value-bind (code output)
-          (call-in-child (list "--load" *run-file* "stack")
-                         :environment (list (format nil "SB_FIBER_TEST_GUARD_METHOD=~A" method)))
-        (is (= 0 code) "With guard method ~A:~%~A" method output)))))
+    (check-with-guard-methods "stack")))

@@ -1,4 +1,5 @@
-;;;; What a fiber must find again after it was parked: bindings, floating point modes, data on its stacks
+;;;; What a fiber must find again after it was parked: bindings, floating point modes, data on its
+;;;; stacks
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -31,7 +32,8 @@
                                                (progn (pause) t))))))))))
 
 (defun bind-deeply (depth)
-  "Bind the same symbol DEPTH times, parking on the way in and out. T if all values were found again."
+  "Bind the same symbol DEPTH times, parking on the way in and out. T if all values were found
+again."
   (or (= depth 0)
       (let ((*variable* depth))
         (pause)
@@ -87,8 +89,8 @@
   (handler-case (symbol-value symbol)
     (unbound-variable () :unbound)))
 
-;;; Prevents: unbound markers lost, or an indirection word that is not mended: a symbol bound without a value
-;;; reads as something else.
+;;; Prevents: unbound markers lost, or an indirection word that is not mended: a symbol bound
+;;; without a value reads as something else.
 (test bindings-without-values
   (on-carriers (n)
     (is (all-true-p
@@ -97,7 +99,8 @@
                              (progv symbols '(1)
                                (loop repeat 10
                                      always (and (eql 1 (symbol-value (first symbols)))
-                                                 (every (lambda (symbol) (eq :unbound (read-unbound symbol)))
+                                                 (every (lambda (symbol)
+                                                          (eq :unbound (read-unbound symbol)))
                                                         (rest symbols))
                                                  (not (some #'boundp (rest symbols)))
                                                  (progn (pause) t)))))))))
@@ -128,8 +131,8 @@
                                   (eql *always* (1+ i)))
                                 (progn (pause) (eq *always* :always-global)))))))))
 
-;;; Prevents: an indirection word that still points to the thread-local cell of a parked fiber's binding: the
-;;; next fiber, or the carrier, would not see the global value, nor set it.
+;;; Prevents: an indirection word that still points to the thread-local cell of a parked fiber's
+;;; binding: the next fiber, or the carrier, would not see the global value, nor set it.
 (test global-value-behind-a-binding
   (on-carriers (n)
     (setf *variable* :global)
@@ -146,7 +149,8 @@
                             collect (spawn (group)
                                       (loop repeat 20
                                             always (progn (pause)
-                                                          (member *variable* '(:global :changed))))))))
+                                                          (member *variable*
+                                                                  '(:global :changed))))))))
         (loop repeat 20 do (sb-thread:thread-yield))
         (join (spawn (group) (setf *variable* :changed)))
         (is (eq :changed *variable*))
@@ -167,11 +171,12 @@
                           (make-fiber (lambda ()
                                         (pause)
                                         (list *variable* *other* (read-unbound '*unbound*)))
-                                      :initial-bindings '((*variable* . 1) (*other* . nil) (*variable* . 2)))))))))
+                                      :initial-bindings '((*variable* . 1) (*other* . nil)
+                                                          (*variable* . 2)))))))))
     (is (eq :global *variable*))))
 
-;;; Variables of the system that each thread has for itself, and some that are only set, not bound. Prevents: a
-;;; fiber that finds those of the fiber before it on the carrier.
+;;; Variables of the system that each thread has for itself, and some that are only set, not bound.
+;;; Prevents: a fiber that finds those of the fiber before it on the carrier.
 (test variables-of-the-system
   (on-carriers (n)
     (is (all-true-p
@@ -203,7 +208,8 @@
   "Check data of dynamic extent in each of DEPTH frames after what is below has parked."
   (let ((list (list i depth (+ i depth)))
         (vector (make-array 20 :element-type '(unsigned-byte 64) :initial-element (+ i depth)))
-        (floats (make-array 4 :element-type 'double-float :initial-element (float (* i depth) 1d0))))
+        (floats (make-array 4 :element-type 'double-float
+                            :initial-element (float (* i depth) 1d0))))
     (declare (dynamic-extent list vector floats))
     (flet ((check ()
              (and (equal list (list i depth (+ i depth)))
@@ -250,10 +256,13 @@
          (in-fibers n 40 (lambda (i)
                            (let ((a (float i 1d0)) (b (float i 1f0)) (c (complex (float i 1d0) 1d0))
                                  (word (ash (logand i 255) 50)))
-                             (declare (double-float a) (single-float b) (type (unsigned-byte 64) word)
+                             (declare (double-float a) (single-float b)
+                                      (type (unsigned-byte 64) word)
                                       (type (complex double-float) c))
                              (loop repeat 50
-                                   do (incf a 1d0) (incf b 1f0) (setf word (logxor word 1)) (incf c 1)
+                                   do (incf a 1d0) (incf b 1f0)
+                                      (setf word (logxor word 1))
+                                      (incf c 1)
                                       (pause))
                              (and (= a (+ i 50)) (= b (+ i 50)) (= word (ash (logand i 255) 50))
                                   (= c (complex (+ i 50d0) 1d0))))))))))
@@ -276,7 +285,8 @@
                               (if (evenp i)
                                   (check t)
                                   (not (and (check t)
-                                            (sb-int:with-float-traps-masked (:divide-by-zero :invalid)
+                                            (sb-int:with-float-traps-masked
+                                                (:divide-by-zero :invalid)
                                               (check nil))
                                             (check t)))))))))
     ;; a fiber that ends with its traps masked leaves them to nobody
@@ -349,9 +359,9 @@
      (sb-alien:alien-sap (sb-alien:alien-callable-function 'compare-and-pause))))
   vector)
 
-;;; qsort(3) in each fiber, the comparisons of which park. Prevents: a fiber that goes on in another OS
-;;; thread with frames that keep addresses of the first; a thread's state left by one callback and
-;;; found by the next.
+;;; qsort(3) in each fiber, the comparisons of which park. Prevents: a fiber that goes on in another
+;;; OS thread with frames that keep addresses of the first; a thread's state left by one callback
+;;; and found by the next.
 (test callbacks-that-park
   (on-carriers (n)
     (is (all-true-p

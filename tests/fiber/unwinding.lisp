@@ -1,4 +1,5 @@
-;;;; Transfer of control in fibers that park on the way: catch tags, cleanups, handlers, restarts, dead frames
+;;;; Transfer of control in fibers that park on the way: catch tags, cleanups, handlers, restarts,
+;;;; dead frames
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -29,7 +30,8 @@
                                          trace)
                                    (reverse trace))))))))
 
-;;; Prevents: chains of catch and unwind blocks exchanged wrongly; cleanups that park while a throw is under way.
+;;; Prevents: chains of catch and unwind blocks exchanged wrongly; cleanups that park while a throw
+;;; is under way.
 (test cleanups-that-park
   (on-carriers (n)
     (is (equal (make-list 50 :initial-element '((1 2 3) :c :b :a))
@@ -63,29 +65,34 @@
                                      (multiple-value-prog1 (many) (pause) (values :other :values)))
                                     (multiple-value-list
                                      (catch 'tag
-                                       (unwind-protect (multiple-value-call (lambda (&rest values)
-                                                                              (pause)
-                                                                              (throw 'tag (values-list values)))
-                                                         (many))
+                                       (unwind-protect
+                                            (multiple-value-call
+                                                (lambda (&rest values)
+                                                  (pause)
+                                                  (throw 'tag (values-list values)))
+                                              (many))
                                          (pause))))))))))))
 
 (test handlers
   (on-carriers (n)
     (is (equal (loop for i below 50 collect (list :handled i :declined))
-               (in-fibers n 50 (lambda (i)
-                                 (let ((declined nil))
-                                   (list (handler-case
-                                             (handler-bind ((simple-error (lambda (condition)
-                                                                            (declare (ignore condition))
-                                                                            (pause)
-                                                                            (setf declined :declined))))
-                                               (pause)
-                                               (error "error ~D" i))
-                                           (simple-error (condition)
-                                             (pause)
-                                             (setf i (first (simple-condition-format-arguments condition)))
-                                             :handled))
-                                         i declined)))))))
+               (in-fibers n 50
+                          (lambda (i)
+                            (let ((declined nil))
+                              (list (handler-case
+                                        (handler-bind
+                                            ((simple-error (lambda (condition)
+                                                             (declare (ignore condition))
+                                                             (pause)
+                                                             (setf declined :declined))))
+                                          (pause)
+                                          (error "error ~D" i))
+                                      (simple-error (condition)
+                                        (pause)
+                                        (setf i (first (simple-condition-format-arguments
+                                                        condition)))
+                                        :handled))
+                                    i declined)))))))
   ;; the handlers of one fiber are not those of another
   (with-group (group 1)
     (let ((other (spawn (group) (handler-bind ((warning (lambda (condition)
@@ -127,7 +134,8 @@
             condition)))))
 
 (defun foreign-exits ()
-  "A function to be run by a fiber, which parks it, and a function that returns exits to its frames."
+  "A function to be run by a fiber, which parks it, and a function that returns exits to its
+frames."
   (let ((exits nil))
     (values (lambda ()
               (catch 'foreign-tag

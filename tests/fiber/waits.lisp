@@ -40,7 +40,8 @@
         (let ((holder (spawn (group) (grab-mutex mutex) (fiber-park) (release-mutex mutex))))
           (wait-until-parked holder)
           (let ((waiters (loop repeat 5
-                               collect (spawn (group) (with-mutex (mutex) (slow-increment count))))))
+                               collect (spawn (group)
+                                         (with-mutex (mutex) (slow-increment count))))))
             (mapc #'wait-until-parked waiters)
             (join (spawn (group) (release-mutex mutex :if-not-owner :force)))
             (join-all waiters)
@@ -222,7 +223,8 @@
                                                       (grab-mutex mutex)))
                                         (grab-mutex mutex)))))))))))
 
-;;; Prevents: a deadline of the fiber before on the carrier, or of who has made the fiber.
+;;; Prevents: a deadline of the fiber before on the carrier, or of the thread that has made the
+;;; fiber.
 (test deadlines-are-not-inherited
   (is (eq nil (sb-sys:with-deadline (:seconds 1000)
                 (in-fiber () sb-impl::*deadline*))))

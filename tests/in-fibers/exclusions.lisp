@@ -14,7 +14,7 @@
       '(("cffi" "BUG-1395242" ("body-1" "body-16" "all-1" "all-2")
          "It calls the C compiler 24 times; twice will do.")
         ("bordeaux-threads" "CONDITION-VARIABLE" t
-         "It wakes one of those who wait, and not who can go on: on a busy machine it hangs in threads.")
+         "It wakes any waiter, not one that can go on: on a busy machine it hangs in threads.")
 
         ;; What a fiber is not
         ("threads.impure" "(THREADS TRIVIA)" t

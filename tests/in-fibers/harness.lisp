@@ -31,12 +31,13 @@
   (loop for (word all-fibers-p) in '(("body" nil) ("all" t))
         append (loop for n in '(1 2 16)
                      collect (make-mode (format nil "~A-~D" word n) n all-fibers-p)))
-  "BODY-N: the test is in a fiber of N carriers, and the threads that it makes are threads. ALL-N: those are
-fibers as well.")
+  "BODY-N: the test is in a fiber of N carriers, and the threads that it makes are threads. ALL-N:
+those are fibers as well.")
 
 (defparameter *patience*
   (parse-integer (or (posix-getenv "IN_FIBERS_PATIENCE") "60"))
-  "Seconds after which a test is said to hang; in fibers, if it took less than a tenth in a thread.")
+  "Seconds after which a test is said to hang; in fibers, if it took less than a tenth in a
+thread.")
 
 ;;; EVAL compiles, and the compiler wants more than a fiber usually has.
 (defparameter *stack-size* (* 2 1024 1024))
@@ -44,7 +45,8 @@ fibers as well.")
 ;;;; fibers in place of threads
 
 (defvar *all-fibers-p* nil
-  "True while the threads that fibers make are to be fibers. Not to be bound: all threads look at it.")
+  "True while the threads that fibers make are to be fibers. Not to be bound: all threads look at
+it.")
 
 (defun make-thread-or-fiber (make-thread function &rest keys &key name arguments ephemeral)
   (declare (ignore ephemeral))
@@ -155,7 +157,8 @@ fibers as well.")
                     (matches-p (mode-name mode) modes))
             return reason)))
 
-;;; Some tests assert what time something takes, and fail on a busy machine. What hangs is not tried again.
+;;; Some tests assert what time something takes, and fail on a busy machine. What hangs is not tried
+;;; again.
 (defun run-in-fiber-twice (test mode)
   (let ((problem (run-in-fiber test mode)))
     (cond ((or (null problem) (string= problem "hangs")) problem)

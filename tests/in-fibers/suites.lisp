@@ -111,7 +111,8 @@
       (load-usocket-tests file port)))
   (mapcar #'with-own-echo-server (rt-tests "USOCKET-TEST")))
 
-;;; The first test that needs it starts it, in a thread that is a fiber of that test's group perhaps.
+;;; The first test that needs it starts it, in a thread that is a fiber of that test's group
+;;; perhaps.
 (defun with-own-echo-server (test)
   (make-test :name (test-name test)
              :function (lambda ()

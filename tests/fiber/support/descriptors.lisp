@@ -18,7 +18,8 @@
 (import '(sb-bsd-sockets:inet-socket sb-bsd-sockets:local-socket sb-bsd-sockets:socket-bind
           sb-bsd-sockets:socket-listen sb-bsd-sockets:socket-accept sb-bsd-sockets:socket-connect
           sb-bsd-sockets:socket-send sb-bsd-sockets:socket-receive sb-bsd-sockets:socket-close
-          sb-bsd-sockets:socket-name sb-bsd-sockets:socket-make-stream sb-bsd-sockets:socket-shutdown
+          sb-bsd-sockets:socket-name sb-bsd-sockets:socket-make-stream
+          sb-bsd-sockets:socket-shutdown
           sb-bsd-sockets:socket-file-descriptor sb-bsd-sockets:non-blocking-mode
           sb-thread:make-thread sb-thread:join-thread sb-thread:thread-yield))
 

@@ -22,10 +22,10 @@
 ;;; before at a choice need not be picked after it, until a step that it does not commute with.
 ;;;
 ;;; A step that commutes with all that others ever do is no point at which another actor need
-;;; be picked. Such are those at places that one actor uses, or that nobody writes, or that are used by
-;;; who holds a lock, always the same (Flanagan and Qadeer, Transactions for Software Model
-;;; Checking, 2003). They are found out: a place is taken for one until it is used otherwise; then
-;;; it is contended, and the exploration starts again.
+;;; be picked. Such are those at places that one actor uses, or that nobody writes, or that are used
+;;; under a lock, always the same (Flanagan and Qadeer, Transactions for Software Model Checking,
+;;; 2003). They are found out: a place is taken for one until it is used otherwise; then it is
+;;; contended, and the exploration starts again.
 ;;;
 ;;; Where there are too many orders, one can have those with few switches from an actor that
 ;;; could go on: most bugs need one or two (Musuvathi and Qadeer, PLDI 2007).
@@ -40,7 +40,8 @@
   object
   slot
   (function nil :type function)
-  ;; NIL, or a function that looks at the place of the access and says whether the access can be taken
+  ;; NIL, or a function that looks at the place of the access and says whether the access can be
+  ;; taken
   (ready nil :type (or null function)))
 
 (defstruct (actor (:constructor make-actor (name function exploration)))
@@ -79,8 +80,8 @@
   (runs 0 :type integer)
   (attempts 0 :type integer))
 
-;;; A choice is among moves. A move is a cons of an actor's number and :STEP, or :FLUSH for the oldest
-;;; write in its buffer.
+;;; A choice is among moves. A move is a cons of an actor's number and :STEP, or :FLUSH for the
+;;; oldest write in its buffer.
 (defstruct (choice (:constructor make-choice (moves picked asleep)))
   moves
   picked
@@ -356,10 +357,10 @@ checks the end."
           (reverse (exploration-trace exploration))))
 
 (defun explore (history &key store-buffers switches (limit 200000))
-  "Run HISTORY in all orders, or until one fails; if SWITCHES is a number, in all orders that have at
-most so many. HISTORY is a function that returns an alist of names and functions, the actors, and a
-function that returns a string if something is wrong when all have ended. Return the number of orders,
-and, if one failed, a string that says what it was."
+  "Run HISTORY in all orders, or until one fails; if SWITCHES is a number, in all orders that have
+at most so many. HISTORY is a function that returns an alist of names and functions, the actors, and
+a function that returns a string if something is wrong when all have ended. Return the number of
+orders, and, if one failed, a string that says what it was."
   (let* ((exploration (make-exploration history store-buffers switches limit))
          (fiber (make-fiber (lambda () (explore-in-fiber exploration))))
          (group (start-fibers fiber :carrier-count 1)))

@@ -16,7 +16,7 @@
   "The carrier that the actor is.")
 
 ;;; First of all, that what follows finds the functions that it calls. MAKE-RUNNABLE is a
-;;; stub for who parks; histories of carriers use the real one.
+;;; stub for what parks; histories of carriers use the real one.
 (define-all-from-source)
 (define-from-source (subst '*running* 'steps::*carrier* (find-definition "WITH-OWN-SCHEDULER")))
 (define-from-source (subst 'steps::queue-fiber 'steps::make-runnable
@@ -53,8 +53,8 @@
 
 ;;;; stacks
 
-;;; A fiber's stack is :MOUNTED, :SUSPENDED once the switch has saved its context, and :RUNNABLE when
-;;; somebody may mount it. If it is made runnable when it is not suspended, two carriers will
+;;; A fiber's stack is :MOUNTED, :SUSPENDED once the switch has saved its context, and :RUNNABLE
+;;; when somebody may mount it. If it is made runnable when it is not suspended, two carriers will
 ;;; run on one stack.
 
 (defvar *stacks*)
@@ -234,7 +234,8 @@
 (defun steps::nonblocking-by-us-p (fd) (declare (ignore fd)) t)
 (defun steps::await-room-elsewhere (cell) (declare (ignore cell)))
 
-;;;; epoll(7) with this number, which is always ready, for READY; a file that is closed is not armed any more
+;;;; epoll(7) with this number, which is always ready, for READY; a file that is closed is not armed
+;;;; any more
 
 (defstruct epoll
   (armed 0) (data 0) (file 0) (poller -1) (closed nil) (log '())
@@ -317,10 +318,10 @@
 (defun steps::run-pending-handlers (carrier) (declare (ignore carrier)))
 (defun steps::handlers-wait-p () nil)
 
-(defun steps::carrier-alarm-address (carrier)
-  (list 'steps::carrier-alarm carrier))
-(defun steps::fiber-group-monitor-alarm-address (group)
-  (list 'steps::fiber-group-monitor-alarm group))
+(defun steps::carrier-wake-word-address (carrier)
+  (list 'steps::carrier-wake-word carrier))
+(defun steps::fiber-group-monitor-wake-word-address (group)
+  (list 'steps::fiber-group-monitor-wake-word group))
 
 ;;; What a fiber of these histories does is its function.
 (defun steps::run-on-carrier (carrier fiber)
@@ -372,11 +373,11 @@
 (defun steps::await-end-of-use (group carrier scheduler)
   (declare (ignore group))
   (let ((poller (sb-fiber::scheduler-poller scheduler))
-        (turn (steps::carrier-turn carrier)))
-    (flet ((over-p () (or (evenp turn)
-                          (/= turn (sb-fiber::carrier-turn carrier))
+        (epoch (steps::carrier-epoch carrier)))
+    (flet ((over-p () (or (evenp epoch)
+                          (/= epoch (sb-fiber::carrier-epoch carrier))
                           (sb-fiber::carrier-spare carrier))))
-      (loop until (perform :read carrier 'steps::carrier-turn #'over-p
+      (loop until (perform :read carrier 'steps::carrier-epoch #'over-p
                            (lambda () (or (over-p) (= 1 (sb-fiber::poller-sleep poller)))))
             do (steps::wake-poller poller)))))
 

@@ -1,4 +1,4 @@
-;;;; the spin lock: fiber-lock.lisp
+;;;; the spin lock: fiber/spinlock.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -9,7 +9,7 @@
 
 (in-package "SB-FIBER-TESTS")
 
-(def-suite* lock)
+(def-suite* spinlock)
 
 ;;; Two words that are only equal when nobody is inside
 (defstruct twins
@@ -73,8 +73,8 @@
                                 4 (lambda () (step-twins twins)))))
     (is (null (twins-problem twins n)))))
 
-;;; Prevents: a holder whom the collector stops while others spin for the lock where they
-;;; cannot be stopped, so that they do it for ever.
+;;; Prevents: a holder that the collector stops while others spin for the lock where they cannot be
+;;; stopped, so that they do it for ever.
 (test collections
   (let* ((twins (make-twins))
          (n (call-with-steppers

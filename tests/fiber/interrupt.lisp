@@ -1,4 +1,4 @@
-;;;; interruptions and termination of fibers: fiber-wait.lisp
+;;;; interruptions and termination of fibers: fiber/interrupt.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -12,7 +12,7 @@
 (require :sb-posix)
 (require :sb-bsd-sockets)
 
-(def-suite* interrupts)
+(def-suite* interrupt)
 
 (defun all-aborted-p (fibers)
   (every (lambda (fiber) (eq :abort (wait-for-end fiber))) fibers))
@@ -48,6 +48,32 @@
         (fiber-unpark other)
         (is (eq :alive (join other)))))))
 
+;;; Prevents: a fiber that was told to do something, and sleeps on, since the thread that told it was
+;;; unwound before it woke the fiber.
+(test unwound-while-waking
+  (flet ((unwound-in (function &rest arguments)
+           "How a thread ends that calls ARGUMENTS, and is terminated when that calls FUNCTION."
+           (let* ((thread nil) (ready (make-flag)))
+             (sb-int:encapsulate function 'unwound-in
+                                 (lambda (f fiber)
+                                   (when (eq sb-thread:*current-thread* thread)
+                                     (sb-thread:terminate-thread thread))
+                                   (funcall f fiber)))
+             (unwind-protect
+                  (progn (setf thread (make-thread (lambda ()
+                                                     (wait-until (flag-value ready))
+                                                     (apply #'funcall arguments))))
+                         (raise-flag ready)
+                         (join-thread thread :default :unwound :timeout *patience*))
+               (sb-int:unencapsulate function 'unwound-in)))))
+    (with-group (group 1)
+      (let ((fiber (wait-until-parked (spawn (group) (fiber-park)))))
+        (is (eq :unwound (unwound-in 'sb-fiber::unpark #'fiber-unpark fiber)))
+        (is (eq t (join fiber))))
+      (let ((fiber (wait-until-parked (spawn (group) (fiber-park)))))
+        (is (eq :unwound (unwound-in 'sb-fiber::notify-of-interruption #'terminate-fiber fiber)))
+        (is (all-aborted-p (list fiber)))))))
+
 ;;; The function parks where the computation was, which goes on on the same stack.
 (test interruptions-of-computations-that-park
   (on-carriers (n)
@@ -78,7 +104,8 @@
 
 ;;;; WITHOUT-INTERRUPTS
 
-;;; Prevents: an interruption where none may be, and one that is forgotten because its signal came then.
+;;; Prevents: an interruption where none may be, and one that is forgotten because its signal came
+;;; then.
 (test computing-without-interrupts
   (on-carriers (n)
     (with-group (group n)
@@ -94,8 +121,8 @@
         (raise-flag leave)
         (is (equal '(nil :seen) (join fiber)))))))
 
-;;; The signal was sent to a carrier that the fiber has left meanwhile, or was never sent. Afterwards the
-;;; fiber does not park.
+;;; The signal was sent to a carrier that the fiber has left meanwhile, or was never sent.
+;;; Afterwards the fiber does not park.
 (test parking-without-interrupts
   (on-carriers (n)
     (with-group (group n)
@@ -131,9 +158,9 @@
     (is (eq :abort (with-group (group n)
                      (wait-for-end (spawn (group) (terminate-fiber (current-fiber)))))))))
 
-;;; Short fibers that are interrupted all the time: nobody knows which of the functions are called. Prevents: an
-;;; interruption of a fiber that has left its catch tags, a call on a stack that is another's, an end that is
-;;; lost.
+;;; Short fibers that are interrupted all the time: nobody knows which of the functions are called.
+;;; Prevents: an interruption of a fiber that has left its catch tags, a call on a stack that is
+;;; another's, an end that is lost.
 (test interrupt-until-the-end
   (on-carriers (n)
     (let ((calls (make-flag)) (reports nil))
@@ -201,8 +228,9 @@
         while (eq epoch sb-kernel::*gc-epoch*)
         do (setf *garbage* (make-array 1000))))
 
-;;; The sender is stopped by the collection, too, and sends when it goes on, which is when the fiber does. Prevents: a
-;;; signal that is deferred there, of which the runtime loses track; it ends the process when it sees that.
+;;; The sender is stopped by the collection, too, and sends when it goes on, which is when the fiber
+;;; does. Prevents: a signal that is deferred there, of which the runtime loses track; it ends the
+;;; process when it sees that.
 (test interrupted-just-after-a-collection
   (let ((old (sb-ext:bytes-consed-between-gcs)))
     (with-group (group 1)
@@ -217,7 +245,8 @@
                                    (unless (eq epoch sb-kernel::*gc-epoch*)
                                      (interrupt-fiber fiber (lambda () (count-one calls)))
                                      (incf sent))
-                                   (loop until (or collecting stop) do (sb-thread:thread-yield))))))))
+                                   (loop until (or collecting stop)
+                                         do (sb-thread:thread-yield))))))))
         (unwind-protect
              (progn
                (setf (sb-ext:bytes-consed-between-gcs) (* 256 1024))
@@ -233,96 +262,6 @@
         (fiber-unpark fiber)
         (join fiber)
         (is (= sent (flag-count calls)))))))
-
-;;;; Carriers are threads
-
-;;; Nothing parks here: where migration is forced, who waited for a lock might be left to a carrier that computes.
-(defun busy-carriers (group n)
-  "The threads of the N carriers of GROUP, when each of them has run a fiber."
-  (let ((threads (list '())) (go (make-flag)))
-    (join-all (loop repeat n
-                    collect (spawn (group)
-                              (sb-ext:atomic-push (sb-fiber::carrier-thread sb-fiber::*carrier*)
-                                                  (car threads))
-                              (when (= n (length (car threads))) (raise-flag go))
-                              (compute-until go))))
-    (car threads)))
-
-;;; Prevents: functions that a carrier takes for those of its fiber, or the fiber for its own, or nobody.
-(test interrupt-a-carrier
-  (on-carriers (n)
-    (with-group-of-same-carriers (group n)
-      (let* ((stop (make-flag)) (of-carriers (make-flag)) (of-fibers (make-flag))
-             (threads (busy-carriers group n))
-             (fibers (loop repeat (* 2 n)
-                           collect (spawn (group) (loop until (flag-value stop) do (fiber-yield))))))
-        (flet ((note-carrier (expected)
-                 (lambda () (note of-carriers (eq expected sb-thread:*current-thread*))))
-               (note-fiber (expected)
-                 (lambda () (note of-fibers (eq expected (current-fiber))))))
-          (loop repeat 20
-                do (dolist (thread threads)
-                     (sb-thread:interrupt-thread thread (note-carrier thread)))
-                   (dolist (fiber fibers)
-                     (interrupt-fiber fiber (note-fiber fiber))))
-          (is-true (wait-until (= (length (flag-notes of-carriers)) (* 20 n))))
-          (is-true (wait-until (= (length (flag-notes of-fibers)) (* 20 2 n))))
-          (is (every #'identity (flag-notes of-carriers)))
-          (is (every #'identity (flag-notes of-fibers))))
-        (raise-flag stop)
-        (join-all fibers)))))
-
-;;; Prevents: a signal that comes when a carrier has looked for something to do and is about to sleep, so that
-;;; nothing ends its sleep.
-(test interrupt-carriers-that-go-to-sleep
-  (on-carriers (n :counts '(1 2) :migration '(nil))
-    (with-group-of-same-carriers (group n)
-      (let ((threads (busy-carriers group n)) (calls (make-flag)))
-        (is (eql (* 1000 n)
-                 (dotimes (i 1000 (flag-count calls))
-                   (join (spawn (group) nil))
-                   (loop repeat (random 2000) do (sb-ext:spin-loop-hint))
-                   (dolist (thread threads)
-                     (sb-thread:interrupt-thread thread (lambda () (count-one calls))))
-                   (unless (wait-until (= (flag-count calls) (* (1+ i) n)))
-                     (return (list :lost i))))))))))
-
-;;; With a fiber that never parks the carrier waits.
-(test interrupt-the-carrier-of-a-computation
-  (on-carriers (n)
-    (with-group (group n)
-      (let* ((started (make-flag)) (stop (make-flag)) (carrier nil) (trace '())
-             (fiber (computing-fiber (group started)
-                      (setf carrier (sb-fiber::carrier-thread sb-fiber::*carrier*))
-                      (compute-until stop))))
-        (wait-until carrier)
-        (sb-thread:interrupt-thread carrier
-                                    (lambda () (push sb-thread:*current-thread* trace)))
-        (interrupt-fiber fiber (lambda () (push (current-fiber) trace)))
-        (is-true (wait-until trace))
-        (is (equal (list fiber) trace))
-        (raise-flag stop)
-        (is-true (wait-until (rest trace)))
-        (is (equal (list carrier fiber) trace))))))
-
-;;; Prevents: fibers without a carrier, those that are pinned above all.
-(test terminate-carriers
-  (on-carriers (n)
-    (quietly
-      (with-group-of-same-carriers (group n)
-        (let* ((threads (busy-carriers group n))
-               (fibers (loop for i below 20
-                             collect (let ((i i))
-                                       (spawn (group)
-                                         (if (evenp i)
-                                             (with-fiber-pinned (fiber-park) i)
-                                             (progn (fiber-park) i)))))))
-          (mapc #'wait-until-parked fibers)
-          (mapc #'sb-thread:terminate-thread threads)
-          (is (eq :alive (join (spawn (group) (sleep 1/100) :alive))))
-          (mapc #'fiber-unpark fibers)
-          (is (equal (loop for i below 20 collect i) (join-all fibers)))
-          (is (every #'sb-thread:thread-alive-p threads)))))))
 
 ;;;; Ten thousand
 
@@ -379,8 +318,9 @@
 
 ;;;; Storms
 
-;;; Each fiber is in a handler that lets others interrupt it, and parks there again and again. Prevents: a
-;;; handler that finds signals unblocked although one has been deferred, which is the end of the process.
+;;; Each fiber is in a handler that lets others interrupt it, and parks there again and again.
+;;; Prevents: a handler that finds signals unblocked although one has been deferred, which is the
+;;; end of the process.
 (test signals-for-handlers-that-park
   (on-carriers (n :counts '(1 2)) ; with more carriers than processors each has its turn rarely
     (with-group-of-same-carriers (group n)
@@ -411,8 +351,9 @@
         (is (equal (make-list (* 2 n) :initial-element :done) (join-all fibers)))))))
 
 (defun call-in-interruption-storm (n-fibers function &key (group nil) (donep (constantly nil)))
-  "Call FUNCTION with 0..N-FIBERS-1 in fibers that are interrupted at random, in threads and by each other,
-until all have ended. Return their results, and how many interruptions were made and how many ran."
+  "Call FUNCTION with 0..N-FIBERS-1 in fibers that are interrupted at random, in threads and by each
+other, until all have ended. Return their results, and how many interruptions were made and how many
+ran."
   (let* ((made (make-flag)) (ran (make-flag)) (stop (make-flag))
          (fibers (loop for i below n-fibers
                        collect (let ((i i)) (spawn (group) (funcall function i)))))
@@ -432,7 +373,8 @@ until all have ended. Return their results, and how many interruptions were made
                                                        (count-one ran)
                                                        (case (random 4)
                                                          (0 (fiber-yield))
-                                                         (1 (sb-sys:with-interrupts (fiber-yield)))))))
+                                                         (1 (sb-sys:with-interrupts
+                                                              (fiber-yield)))))))
                                                 (sb-thread:interrupt-thread-error () nil))
                                               (sleep (/ (random 200) 1000000)))))))))
     (let ((results (join-all fibers)))
@@ -499,8 +441,8 @@ until all have ended. Return their results, and how many interruptions were made
         (raise-flag stop)
         (sb-thread:join-thread collector)))))
 
-;;; They are ended at random moments, with locks held and cleanups to run. Prevents: a lock that nobody can take
-;;; any more, a cleanup that is not run, a fiber that does not end.
+;;; They are ended at random moments, with locks held and cleanups to run. Prevents: a lock that
+;;; nobody can take any more, a cleanup that is not run, a fiber that does not end.
 (test termination-storm
   (on-carriers (n)
     (let ((mutex (sb-thread:make-mutex)) (entered (make-flag)) (left (make-flag)))

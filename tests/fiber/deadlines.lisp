@@ -1,4 +1,4 @@
-;;;; the deadline heap alone: fiber-timers.lisp, without a scheduler
+;;;; the deadline heap alone: fiber/deadlines.lisp, without a scheduler
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -9,7 +9,7 @@
 
 (in-package "SB-FIBER-TESTS")
 
-(def-suite* timers)
+(def-suite* deadlines)
 
 (defun make-entries (n)
   "N entries of a heap, fibers and alarms by turns."
@@ -18,7 +18,9 @@
         collect (if (evenp i) fiber (sb-fiber::make-alarm fiber :timer))))
 
 (defun heap-index (entry)
-  (if (sb-fiber::alarm-p entry) (sb-fiber::alarm-heap-index entry) (sb-fiber::fiber-heap-index entry)))
+  (if (sb-fiber::alarm-p entry)
+      (sb-fiber::alarm-heap-index entry)
+      (sb-fiber::fiber-heap-index entry)))
 (defun heap-of (entry)
   (if (sb-fiber::alarm-p entry) (sb-fiber::alarm-heap entry) (sb-fiber::fiber-heap entry)))
 
@@ -37,7 +39,8 @@
         while fiber collect fiber))
 
 (defun broken-p (heap)
-  "What is wrong with HEAP, by the invariants at the head of fiber-timers.lisp; NIL if nothing is."
+  "What is wrong with HEAP, by the invariants at the head of fiber/deadlines.lisp; NIL if nothing
+is."
   (let ((entries (sb-fiber::deadline-heap-entries heap))
         (times (sb-fiber::deadline-heap-times heap))
         (count (sb-fiber::deadline-heap-count heap)))
@@ -93,7 +96,7 @@
     (is (null (broken-p heap)))))
 
 (defun random-operations (n)
-  "Do N operations on a heap and on a list of who is in it. Return what went wrong first, or NIL."
+  "Do N operations on a heap and on a list of what is in it. Return what went wrong first, or NIL."
   (let* ((heap (make-heap))
          (fibers (coerce (make-entries 200) 'vector))
          (inside '()))
@@ -173,8 +176,8 @@
 ;;;; Deadlines in a heap of others
 
 ;;; Before a carrier blocks in the kernel it gives its scheduler away, so the deadlines of
-;;; the fiber on it go into a heap that another serves, who may be asleep for ever. Prevents
-;;; that he sleeps on.
+;;; the fiber on it go into a heap that another serves, which may be asleep for ever. Prevents that
+;;; it sleeps on.
 (test a-deadline-without-a-scheduler-of-ones-own
   (with-group (group 1)
     (let ((fiber (spawn (group)

@@ -1,4 +1,4 @@
-;;;; time-outs, timers and deadlines of fibers: fiber-alarm.lisp
+;;;; time-outs, timers and deadlines of fibers: fiber/timer.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -12,7 +12,7 @@
 
 (in-package "SB-FIBER-TESTS")
 
-(def-suite* alarm)
+(def-suite* timer)
 
 ;;;; WITH-TIMEOUT
 
@@ -310,8 +310,8 @@
 ;;;; Connecting
 
 (defun call-with-deaf-listener (function)
-  "Call FUNCTION with the port of a socket that nobody accepts from; it keeps some connections waiting, and
-does not answer others."
+  "Call FUNCTION with the port of a socket that nobody accepts from; it keeps some connections
+waiting, and does not answer others."
   (let ((listener (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp)))
     (unwind-protect
          (progn (sb-bsd-sockets:socket-bind listener #(127 0 0 1) 0)

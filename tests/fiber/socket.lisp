@@ -1,4 +1,4 @@
-;;;; Sockets: accepting, connecting, sets of them; SB-BSD-SOCKETS and usocket
+;;;; Sockets: accepting, connecting, sending, receiving: fiber/socket.lisp
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -11,7 +11,7 @@
 
 (load (merge-pathnames "support/descriptors.lisp" *load-truename*))
 
-(def-suite* sockets)
+(def-suite* socket)
 
 ;;;; SB-BSD-SOCKETS
 
@@ -47,11 +47,13 @@
         (let* ((listener (listening-socket))
                (port (port-of listener))
                (servers (loop repeat 10
-                              collect (call-as (first kinds) group (lambda () (serve-echo listener)))))
+                              collect (call-as (first kinds) group
+                                               (lambda () (serve-echo listener)))))
                (clients (loop for i below 10
                               collect (let ((i i))
                                         (call-as (second kinds) group
-                                                 (lambda () (talk-to-echo (connected-socket port) i)))))))
+                                                 (lambda ()
+                                                   (talk-to-echo (connected-socket port) i)))))))
           (is (all-true-p (mapcar #'funcall clients)) "~S" kinds)
           (mapc #'funcall servers)
           (socket-close listener))))))
@@ -66,12 +68,13 @@
                                              (lambda () (serve-echo listener))))))
         (is (all-true-p (join-all (loop for i below 12
                                         collect (let ((i i))
-                                                  (spawn (group) (talk-to-echo (connected-socket port) i)))))))
+                                                  (spawn (group)
+                                                    (talk-to-echo (connected-socket port) i)))))))
         (mapc #'funcall servers)
         (socket-close listener)))))
 
-;;; Prevents: a thread that takes EAGAIN for what the user wanted, since a fiber makes the listener one that does
-;;; not wait when the thread has just looked.
+;;; Prevents: a thread that takes EAGAIN for what the user wanted, since a fiber makes the listener
+;;; one that does not wait when the thread has just looked.
 (test a-fiber-accepts-just-before-a-thread
   (with-group (group 1)
     (let* ((listener (listening-socket))
@@ -86,7 +89,8 @@
                                   (sb-fiber::prepare-to-accept (sb-fiber::find-fd-cell fd t)))))
                         (sb-alien:alien-funcall
                          (sb-alien:extern-alien "accept" (function sb-alien:int sb-alien:int
-                                                                   sb-alien:unsigned sb-alien:unsigned))
+                                                                   sb-alien:unsigned
+                                                                   sb-alien:unsigned))
                          fd 0 0))))))
       (is (eq :waits (join-thread thread :timeout 1/10 :default :waits)))
       (let ((client (connected-socket (port-of listener)))
@@ -127,14 +131,18 @@
                                 (lambda ()
                                   (loop repeat 30
                                         do (multiple-value-bind (buffer length address port)
-                                               (socket-receive a nil 100 :element-type '(unsigned-byte 8))
-                                             (socket-send a buffer length :address (list address port))))))))
+                                               (socket-receive a nil 100
+                                                               :element-type '(unsigned-byte 8))
+                                             (socket-send a buffer length
+                                                          :address (list address port))))))))
           (is (eq t (join (spawn (group)
                             (loop for i from 1 to 30
                                   always (let ((data (octets i i)))
-                                           (socket-send b data i :address (list *loopback* (port-of a)))
+                                           (socket-send b data i
+                                                        :address (list *loopback* (port-of a)))
                                            (multiple-value-bind (buffer length)
-                                               (socket-receive b nil 100 :element-type '(unsigned-byte 8))
+                                               (socket-receive b nil 100
+                                                               :element-type '(unsigned-byte 8))
                                              (and (= length i)
                                                   (equalp data (subseq buffer 0 length))))))))))
           (funcall server)
@@ -160,36 +168,6 @@
             (socket-shutdown b :direction :output)
             (is (eql 3 (join fiber)))))))))
 
-(defun poll-set (fds events milliseconds)
-  "How many entries poll(2) reports of FDS, each waited for with EVENTS, 1 for POLLIN or 2 for POLLPRI."
-  (let ((set (sb-alien:make-alien (sb-alien:unsigned 64) (length fds))))
-    (unwind-protect
-         (progn (loop for fd in fds
-                      for i from 0
-                      do (setf (sb-alien:deref set i) (logior fd (ash events 32))))
-                (sb-unix::unix-poll (sb-alien:cast set (* (sb-alien:struct sb-unix::pollfd)))
-                                    (length fds) milliseconds))
-      (sb-alien:free-alien set))))
-
-;;; Prevents: sets that are found to time out at once.
-(test poll-of-odd-sets
-  (on-carriers (n :counts '(1 2))
-    (with-group (group n)
-      (with-sockets (a b)
-        (let ((fd (socket-file-descriptor a)))
-          (flet ((waits-for-octet-p (fds events octets)
-                   (let ((fiber (wait-until-parked (spawn (group) (poll-set fds events 3600000)))))
-                     (socket-send b (octets 1) 1)
-                     (prog1 (eql octets (join fiber))
-                       (socket-receive a nil 1 :element-type '(unsigned-byte 8))))))
-            (is (waits-for-octet-p (list fd fd) 1 2))
-            (is (waits-for-octet-p (list fd fd fd) 1 3)))
-          ;; There is something to read, but nothing exceptional.
-          (socket-send b (octets 1) 1)
-          (let ((fiber (wait-until-parked (spawn (group) (poll-set (list fd) 2 3600000)))))
-            (terminate-fiber fiber)
-            (is (eq :aborted (fiber-join fiber :default :aborted)))))))))
-
 ;;; Prevents: flags of another file being changed, which has got the number meanwhile.
 (test closed-while-connecting
   (with-group (group 1)
@@ -199,14 +177,16 @@
                        socket))
            (port (port-of listener))
            (fillers (loop repeat 4
-                          collect (let ((socket (make-instance 'inet-socket :type :stream :protocol :tcp)))
+                          collect (let ((socket (make-instance 'inet-socket
+                                                               :type :stream :protocol :tcp)))
                                     (setf (non-blocking-mode socket) t)
                                     (ignore-errors (socket-connect socket *loopback* port))
                                     socket)))
            (socket (make-instance 'inet-socket :type :stream :protocol :tcp))
            (fd (socket-file-descriptor socket))
-           (connector (wait-until-parked (spawn (group) (handler-case (socket-connect socket *loopback* port)
-                                                          (error () :error)))))
+           (connector (wait-until-parked (spawn (group)
+                                           (handler-case (socket-connect socket *loopback* port)
+                                             (error () :error)))))
            (other (join (spawn (group)
                           (socket-close socket)
                           (let ((other (make-instance 'inet-socket :type :stream :protocol :tcp)))
@@ -238,7 +218,7 @@
                          (handler-case (connected-socket port)
                            (sb-bsd-sockets:connection-refused-error () :refused))))))))
 
-;;; A mode that the user has chosen is his; what we set is not seen.
+;;; A mode that the user has chosen stays; what we set is not seen.
 (test non-blocking-mode
   (on-carriers (n)
     (with-group (group n)
@@ -259,7 +239,8 @@
                        (prog1 (join acceptor)
                          (socket-close client))))))
         ;; after a fiber has accepted, a thread still waits
-        (let ((thread (make-thread (lambda () (typep (socket-accept listener) 'sb-bsd-sockets:socket)))))
+        (let ((thread
+                (make-thread (lambda () (typep (socket-accept listener) 'sb-bsd-sockets:socket)))))
           (loop repeat 10 do (thread-yield))
           (let ((client (connected-socket (port-of listener))))
             (is (eq t (join-thread thread :timeout *patience*)))
@@ -267,7 +248,8 @@
         (socket-close listener))
       (with-sockets (a b)
         (setf (non-blocking-mode a) t)
-        (is (equal '(nil t) (join (spawn (group) (list (socket-receive a nil 10) (non-blocking-mode a))))))
+        (is (equal '(nil t)
+                   (join (spawn (group) (list (socket-receive a nil 10) (non-blocking-mode a))))))
         (setf (non-blocking-mode a) nil)
         (let ((reader (spawn (group) (nth-value 1 (socket-receive a nil 10)))))
           (wait-until-parked reader)
@@ -311,8 +293,10 @@
               (lambda ()
                 (let* ((listener (listening-socket))
                        (socket (connected-socket (port-of listener))))
-                  (unwind-protect (handler-case (socket-connect socket *loopback* (port-of listener))
-                                    (sb-bsd-sockets:socket-error (c) (sb-bsd-sockets::socket-error-errno c)))
+                  (unwind-protect (handler-case (socket-connect socket *loopback*
+                                                                (port-of listener))
+                                    (sb-bsd-sockets:socket-error (c)
+                                      (sb-bsd-sockets::socket-error-errno c)))
                     (socket-close socket)
                     (socket-close listener))))))))
 
@@ -388,49 +372,6 @@
 
 ;;;; usocket
 
-(defun usocket-pair ()
-  (let* ((listener (usocket:socket-listen "127.0.0.1" 0))
-         (a (usocket:socket-connect "127.0.0.1" (usocket:get-local-port listener)))
-         (b (usocket:socket-accept listener)))
-    (usocket:socket-close listener)
-    (list a b)))
-
-(test wait-for-input-of-one
-  (on-carriers (n)
-    (with-group (group n)
-      (destructuring-bind (a b) (usocket-pair)
-        (is (equal '(nil nil)
-                   (join (spawn (group)
-                           (list (usocket:wait-for-input a :timeout 0 :ready-only t)
-                                 (usocket:wait-for-input a :timeout 1/100 :ready-only t))))))
-        (let ((waiter (spawn (group) (usocket:wait-for-input a :ready-only t))))
-          (wait-until-parked waiter)
-          (send-line (usocket:socket-stream b) "x")
-          (is (equal (list a) (join waiter))))
-        (is (string= "x" (join (spawn (group) (read-line (usocket:socket-stream a))))))
-        (mapc #'usocket:socket-close (list a b))))))
-
-(test wait-for-input-of-several
-  (on-carriers (n)
-    (with-group (group n)
-      (let* ((pairs (loop repeat 5 collect (usocket-pair)))
-             (ours (mapcar #'first pairs))
-             (theirs (mapcar #'second pairs)))
-        (flet ((wait (timeout)
-                 (spawn (group) (usocket:wait-for-input ours :timeout timeout :ready-only t))))
-          (is (null (join (wait 1/100))))
-          (is (null (join (wait 0))))
-          (dotimes (i 5)
-            (let ((waiter (wait 30)))
-              (wait-until-parked waiter)
-              (send-line (usocket:socket-stream (nth i theirs)) "x")
-              (is (equal (list (nth i ours)) (join waiter)))
-              (is (string= "x" (join (spawn (group) (read-line (usocket:socket-stream (nth i ours)))))))))
-          (send-line (usocket:socket-stream (first theirs)) "x")
-          (send-line (usocket:socket-stream (third theirs)) "x")
-          (is (null (set-exclusive-or (list (first ours) (third ours)) (join (wait 30))))))
-        (mapc #'usocket:socket-close (append ours theirs))))))
-
 (test usocket-server
   (on-carriers (n)
     (with-group (group n)
@@ -448,7 +389,8 @@
              (join-all (loop for i below 30
                              collect (let ((line (format nil "~D" i)))
                                        (spawn (group)
-                                         (usocket:with-client-socket (socket stream "127.0.0.1" port)
+                                         (usocket:with-client-socket
+                                             (socket stream "127.0.0.1" port)
                                            (send-line stream line)
                                            (string= line (read-line stream)))))))))
         (join server)

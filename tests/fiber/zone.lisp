@@ -7,11 +7,11 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
-(require :sb-bsd-sockets)
-
 (in-package "SB-FIBER-TESTS")
 
-(def-suite* zones)
+(load (merge-pathnames "support/zones.lisp" *load-truename*))
+
+(def-suite* zone)
 
 ;;;; The zones: functions that call a function in them
 
@@ -61,9 +61,6 @@
 (defun without-gcing (function)
   (sb-sys:without-gcing (funcall function)))
 
-(defun with-pages-pinned (function)
-  (sb-vm::with-code-pages-pinned (:dynamic) (funcall function)))
-
 (defvar *arena* nil)
 
 (defun in-arena (function)
@@ -73,7 +70,8 @@
 (defun with-allocator-mutex (function)
   (sb-thread:with-mutex (sb-vm::*allocator-mutex*) (funcall function)))
 
-(defparameter *native-zones* '(without-gcing with-pages-pinned in-arena with-allocator-mutex below-callback))
+(defparameter *native-zones*
+  '(without-gcing with-pages-pinned in-arena with-allocator-mutex below-callback))
 
 ;;;; Ways to wait, each for what another fiber does
 
@@ -97,7 +95,8 @@
     (sb-unix:unix-write fd (sb-alien:alien-sap byte) 0 1)))
 
 (defun wait-in-all-ways (meeting threads)
-  "Wait in all ways, and note after each in the vector THREADS who runs this now. Allocates no lasting object."
+  "Wait in all ways, and note after each in the vector THREADS which thread runs this now. Allocates
+no lasting object."
   (let ((i -1))
     (flet ((note () (setf (svref threads (incf i)) (os-thread))))
       (note)
@@ -151,15 +150,13 @@
 (defmacro while-collecting (&body body)
   "Execute BODY while another thread collects garbage."
   `(let* ((stop nil)
-          (collector (sb-thread:make-thread (lambda () (loop until stop do (sb-ext:gc) (sleep 1/1000))))))
+          (collector (sb-thread:make-thread (lambda ()
+                                              (loop until stop do (sb-ext:gc) (sleep 1/1000))))))
      (unwind-protect (progn ,@body)
        (setf stop t)
        (sb-thread:join-thread collector))))
 
 ;;;; Tests
-
-(defun zone-here ()
-  (sb-fiber::zone (current-fiber)))
 
 (test which-zone
   (with-group (group 1)
@@ -188,7 +185,8 @@
       (dolist (name *native-zones*) (is (eq nil (can-park-in name)) "~S" name)))
     (is (eq nil (fiber-can-park-p)))))
 
-;;; Prevents: a fiber that is resumed elsewhere, where C's frames, signal contexts or the user's thread are not.
+;;; Prevents: a fiber that is resumed elsewhere, where C's frames, signal contexts or the user's
+;;; thread are not.
 (test pinned-fibers-stay
   (on-carriers (n)
     (with-group (group n)
@@ -197,21 +195,26 @@
           (let ((threads (threads-in-zone group zone)))
             (is (same-p threads) "~S: ~S" zone threads)))))))
 
-;;; Many at a time, and others who move.
+;;; Many at a time, and others that move.
 (test many-pinned-fibers
   (on-carriers (n)
     (with-group (group n)
-      (let ((movers (loop repeat 20 collect (spawn (group) (loop repeat 100 do (fiber-yield) (sleep 1/10000)))))
+      (let ((movers (loop repeat 20
+                          collect (spawn (group)
+                                    (loop repeat 100 do (fiber-yield) (sleep 1/10000)))))
             (fibers (loop for i below 30
-                          collect (let ((zone (elt '(pinned nested-pinned in-trap-handler in-nested-trap-handler)
+                          collect (let ((zone (elt '(pinned nested-pinned in-trap-handler
+                                                     in-nested-trap-handler)
                                                    (mod i 4))))
                                     (spawn (group)
-                                      (funcall zone (lambda ()
-                                                      (let ((thread (os-thread)))
-                                                        (loop repeat 50
-                                                              always (progn (fiber-yield)
-                                                                            (sleep 1/10000)
-                                                                            (eq thread (os-thread))))))))))))
+                                      (funcall
+                                       zone
+                                       (lambda ()
+                                         (let ((thread (os-thread)))
+                                           (loop repeat 50
+                                                 always (progn (fiber-yield)
+                                                               (sleep 1/10000)
+                                                               (eq thread (os-thread))))))))))))
         (is (every #'identity (join-all fibers)))
         (join-all movers)))))
 
@@ -221,7 +224,8 @@
     (with-group (group n)
       (is (equal '(0 :free)
                  (join (spawn (group)
-                         (catch 'out (with-fiber-pinned (with-fiber-pinned (fiber-yield) (throw 'out nil))))
+                         (catch 'out
+                           (with-fiber-pinned (with-fiber-pinned (fiber-yield) (throw 'out nil))))
                          (ignore-errors (with-fiber-pinned (error "out")))
                          (block nil (with-fiber-pinned (sleep 1/1000) (return)))
                          (list (sb-fiber::fiber-pin-count (current-fiber)) (zone-here))))))
@@ -252,90 +256,22 @@
                    (is (same-p threads) "~S: ~S" zone threads)
                    (is (equal '(nil :parked) result) "~S: ~S" zone result))))
           (if (eq zone 'without-gcing)
-              (check)              ; Who collects would wait for it, and it for who is stopped.
+              ;; The collector would wait for it, and it for what is stopped.
+              (check)
               (while-collecting (check))))))))
 
-;;; More carriers wait natively than there are.
-(test many-native-waits
-  (on-carriers (n)
-    (with-group (group n)
-      (let* ((semaphore (sb-thread:make-semaphore))
-             (fibers (loop repeat 20
-                           collect (spawn (group)
-                                     (with-pages-pinned (lambda () (sb-thread:wait-on-semaphore semaphore)))
-                                     :done)))
-             (last (spawn (group) (fiber-yield) (sb-thread:signal-semaphore semaphore 20) :last)))
-        (is (eq :last (join last)))
-        (is (equal (make-list 20 :initial-element :done) (join-all fibers)))))))
+;;; Prevents: a wait that is not announced, since a call on the descriptor itself would not wait.
+(test poll-in-a-native-zone
+  (with-group-of-same-carriers (group 1)
+    (multiple-value-bind (in out) (sb-unix:unix-pipe)
+      (sb-fiber::set-nonblocking in)
+      (is (eq t (join (spawn (group)
+                        (spawn (group) (byte-to out)) ; it runs when this one waits
+                        (with-pages-pinned
+                          (lambda () (sb-unix:unix-simple-poll in :input 10000)))))))
+      (mapc #'sb-unix:unix-close (list in out)))))
 
-;;; Prevents: a big write, of which the reader in the same group has to make room for the rest.
-(test native-write
-  (on-carriers (n)
-    (with-group (group n)
-      (multiple-value-bind (in out) (sb-unix:unix-pipe)
-        (let* ((length (* 300 1024))
-               (writer (spawn (group)
-                         (let ((stream (sb-sys:make-fd-stream out :output t :buffering :full
-                                                                  :element-type '(unsigned-byte 8)))
-                               (bytes (make-array length :element-type '(unsigned-byte 8) :initial-element 7)))
-                           (with-pages-pinned (lambda ()
-                                                (write-sequence bytes stream)
-                                                (finish-output stream)))
-                           (close stream)
-                           :written)))
-               (reader (spawn (group)
-                         (let ((stream (sb-sys:make-fd-stream in :input t :element-type '(unsigned-byte 8))))
-                           (prog1 (loop while (read-byte stream nil) count t)
-                             (close stream))))))
-          (is (= length (join reader)))
-          (is (eq :written (join writer))))))))
-
-;;; Prevents: a socket's call that waits natively, for what a fiber of the same scheduler does.
-(test sockets-in-a-native-zone
-  (on-carriers (n)
-    (with-group (group n)
-      (let ((listener (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp))
-            (home (sb-bsd-sockets:make-inet-address "127.0.0.1")))
-        (sb-bsd-sockets:socket-bind listener home 0)
-        (sb-bsd-sockets:socket-listen listener 5)
-        (flet ((bytes-from (socket)
-                 (subseq (sb-bsd-sockets:socket-receive socket nil 3 :waitall t
-                                                                     :element-type '(unsigned-byte 8))
-                         0 3)))
-          (let ((server (spawn (group)
-                          (let* ((socket (with-pages-pinned
-                                           (lambda () (sb-bsd-sockets:socket-accept listener))))
-                                 (bytes (with-pages-pinned (lambda () (bytes-from socket)))))
-                            (sb-bsd-sockets:socket-send socket bytes 1)
-                            (sleep 1/100)
-                            (sb-bsd-sockets:socket-send socket (subseq bytes 1) 2)
-                            (sb-bsd-sockets:socket-close socket))
-                          :served))
-                (client (spawn (group)
-                          (fiber-yield)
-                          (let ((socket (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp)))
-                            (with-pages-pinned
-                              (lambda ()
-                                (sb-bsd-sockets:socket-connect
-                                 socket home (nth-value 1 (sb-bsd-sockets:socket-name listener)))))
-                            (dolist (byte '(1 2 3))
-                              (sb-bsd-sockets:socket-send
-                               socket (make-array 1 :element-type '(unsigned-byte 8) :initial-element byte) 1)
-                              (fiber-yield))
-                            ;; A part of what it wants is there when it waits natively.
-                            (sb-sys:wait-until-fd-usable (sb-bsd-sockets:socket-file-descriptor socket) :input)
-                            (prog1 (coerce (with-pages-pinned (lambda () (bytes-from socket))) 'list)
-                              (sb-bsd-sockets:socket-close socket))))))
-            (is (equal '(1 2 3) (join client)))
-            (is (eq :served (join server)))))
-        (sb-bsd-sockets:socket-close listener)))))
-
-;;;; *PINNED-BLOCKING-ACTION*
-
-(defmacro with-action ((action) &body body)
-  `(progn (setf *pinned-blocking-action* ,action)
-          (unwind-protect (progn ,@body)
-            (setf *pinned-blocking-action* nil))))
+;;;; *BLOCKED-CARRIER-ACTION*
 
 (defvar *pipe*)
 
@@ -369,24 +305,24 @@
         (sb-unix:unix-close in)
         (sb-unix:unix-close out)))))
 
-(test pinned-blocking-action
+(test blocked-carrier-action
   (setf *pipe* nil)
   (on-carriers (n :counts '(1 2))
     (with-group (group n)
       (dolist (zone (append *free-zones* *pinned-zones*))
-        (with-action (:error)
+        (with-blocked-carrier-action (:error)
           (is (equal '(0 0 0 0 0) (outcomes group zone)) "~S" zone)))
       (dolist (zone (remove 'without-gcing *native-zones*))
         (is (equal '(0 0 0 0 0) (outcomes group zone)) "~S" zone)
-        (with-action (:warn)
+        (with-blocked-carrier-action (:warn)
           (is (every #'plusp (outcomes group zone)) "~S" zone))
-        (with-action (:error)
+        (with-blocked-carrier-action (:error)
           (is (equal '(:error :error :error :error :error) (outcomes group zone)) "~S" zone)))
       ;; Nothing can be signalled there.
-      (with-action (:error)
+      (with-blocked-carrier-action (:error)
         (is (equal '(0 0 0 0 0) (outcomes group 'without-gcing))))
       ;; What does not wait is no matter, and a thread is none.
-      (with-action (:error)
+      (with-blocked-carrier-action (:error)
         (is (eq t (join (spawn (group)
                           (with-pages-pinned
                               (lambda ()
@@ -396,14 +332,22 @@
                                   t)))))))
         (is (null (with-pages-pinned (lambda () (sleep 1/1000)))))))))
 
-(test bad-pinned-blocking-action
-  (signals type-error (setf *pinned-blocking-action* (eval :no-such-action)))
-  (is (null *pinned-blocking-action*)))
+(test old-name-of-blocked-carrier-action
+  (with-blocked-carrier-action (nil)
+    (let ((name (intern "*PINNED-BLOCKING-ACTION*" "SB-FIBER")))
+      (signals sb-ext:early-deprecation-warning (compile nil `(lambda () ,name)))
+      (handler-bind ((warning #'muffle-warning)) (eval `(setf ,name :warn)))
+      (is (eq :warn *blocked-carrier-action*)))))
+
+(test bad-blocked-carrier-action
+  (signals type-error (setf *blocked-carrier-action* (eval :no-such-action)))
+  (is (null *blocked-carrier-action*)))
 
 ;;;; Scheduler code waits for nothing
 
 (defun child-that-waits-in (function &rest forms)
-  "What a child prints in which FUNCTION, which the scheduler calls, takes a lock that another has, during FORMS."
+  "What a child prints in which FUNCTION, which the scheduler calls, takes a lock that another has,
+during FORMS."
   (nth-value 1 (call-in-child
                 (list "--eval" *child-package* "--eval"
                       (printed `(progn
@@ -413,7 +357,8 @@
                                   (sb-thread:grab-mutex *held*)
                                   (sb-int:encapsulate ',function :armed
                                                       (lambda (function &rest arguments)
-                                                        (when **armed** (sb-thread:grab-mutex *held*))
+                                                        (when **armed**
+                                                          (sb-thread:grab-mutex *held*))
                                                         (apply function arguments)))
                                   ,@forms
                                   (print :survived)
@@ -424,7 +369,8 @@
 (test scheduler-code-waits-for-nothing
   (let ((text (child-that-waits-in 'sb-fiber::run-inbox
                                    '(setf **armed** t)
-                                   '(run-fibers (make-fiber (lambda () (sleep 1/100))) :carrier-count 1))))
+                                   '(run-fibers (make-fiber (lambda () (sleep 1/100)))
+                                                :carrier-count 1))))
     (is (search "fiber scheduler code waits for a lock" text) "~A" text)
     (is (not (search "SURVIVED" text)) "~A" text))
   (let ((text (child-that-waits-in 'sb-fiber::put-back-signal-mask
@@ -441,7 +387,8 @@
     (is (not (search "SURVIVED" text)) "~A" text))
   ;; The same without the lock.
   (let ((text (child-that-waits-in 'sb-fiber::run-inbox
-                                   '(run-fibers (make-fiber (lambda () (sleep 1/100))) :carrier-count 1))))
+                                   '(run-fibers (make-fiber (lambda () (sleep 1/100)))
+                                                :carrier-count 1))))
     (is (search "SURVIVED" text) "~A" text)))
 
 ;;; A handler may wait, though it runs on the carrier's own stack: a spare serves the fibers.

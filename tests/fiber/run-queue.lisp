@@ -1,4 +1,4 @@
-;;;; the run queue alone: fiber-deque.lisp, without a scheduler
+;;;; the run queue alone: fiber/run-queue.lisp, without a scheduler
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -9,7 +9,7 @@
 
 (in-package "SB-FIBER-TESTS")
 
-(def-suite* deque)
+(def-suite* run-queue)
 
 (defconstant capacity sb-fiber::run-queue-capacity)
 
@@ -65,7 +65,7 @@
     (put victim :one)
     (is (eq :one (take victim)))))
 
-;;; Prevents: a thief that leaves the last object to an owner who may be busy for long.
+;;; Prevents: a thief that leaves the last object to an owner that may be busy for long.
 (test steal-half-rounded-up
   (dolist (n '(0 1 2 3 4 5 255 256))
     (let ((victim (make-queue 77))
@@ -85,7 +85,8 @@
     (is (notany #'consp (sb-fiber::run-queue-ring queue)))))
 
 (defun random-operations (n)
-  "Do N operations on a queue and on a list. Return a description of the first that differs, or NIL."
+  "Do N operations on a queue and on a list. Return a description of the first that differs, or
+NIL."
   (let ((queue (make-queue (random 1000)))
         (thief (make-queue (random 1000)))
         (model '()))

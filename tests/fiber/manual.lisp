@@ -1,0 +1,282 @@
+;;;; The examples of the manual and of README, run as they stand there
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(load (merge-pathnames "support/descriptors.lisp" *load-truename*))
+(dolist (system '("sb-fiber-hunchentoot" "sb-fiber-ssl"))
+  (asdf:load-asd (merge-pathnames (format nil "../../contrib/~A/~:*~A.asd" system)
+                                  *load-truename*)))
+
+(def-suite* manual)
+
+;;;; What stands there
+
+(defparameter *here* (uiop:pathname-directory-pathname *load-truename*))
+
+(defun file-lines (name)
+  (uiop:read-file-lines (merge-pathnames name *here*)))
+
+(defun without-escapes (line)
+  "LINE of Texinfo as it is printed: of @@, @{ and @} the second character."
+  (with-output-to-string (out)
+    (loop with i = 0
+          while (< i (length line))
+          do (when (char= (char line i) #\@) (incf i))
+             (write-char (char line i) out)
+             (incf i))))
+
+(defun joined (lines)
+  (format nil "~{~A~%~}" lines))
+
+(defparameter *blocks*
+  (loop with lines = (file-lines "../../doc/manual/fibers.texinfo")
+        for start = (member "@lisp" lines :test #'string=)
+        while start
+        do (setf lines (member "@end lisp" start :test #'string=))
+        collect (joined (mapcar #'without-escapes (ldiff (rest start) lines)))))
+
+;;; The first lines that are indented.
+(defparameter *readme*
+  (flet ((code-p (line) (or (string= line "") (char= (char line 0) #\Space))))
+    (let ((lines (member-if (lambda (line) (search "    (" line)) (file-lines "../../README"))))
+      (joined (ldiff lines (member-if-not #'code-p lines))))))
+
+(defun block-with (key)
+  "The only block of the manual that contains KEY."
+  (let ((found (remove-if-not (lambda (text) (search key text)) *blocks*)))
+    (if (= (length found) 1)
+        (first found)
+        (error "~D blocks of the manual contain ~S." (length found) key))))
+
+(defun replaced (old new text)
+  "TEXT with NEW instead of OLD, which is in it."
+  (let ((position (or (search old text) (error "~S is not in ~S." old text))))
+    (concatenate 'string (subseq text 0 position) new
+                 (let ((rest (subseq text (+ position (length old)))))
+                   (if (search old rest) (replaced old new rest) rest)))))
+
+;;;; Running it
+
+;;; Not bound: fibers look at it.
+(sb-ext:defglobal *example-package* nil)
+
+(defun call-with-example-package (function)
+  (let ((outer *example-package*))
+    (setf *example-package* (make-package (gensym "EXAMPLE") :use '("COMMON-LISP" "SB-FIBER")))
+    (unwind-protect (funcall function)
+      (delete-package (shiftf *example-package* outer)))))
+
+(defun run-text (text &optional (output (make-broadcast-stream)))
+  "Evaluate the forms of TEXT one by one, printing to OUTPUT; return a list of their values."
+  (let ((*package* *example-package*)
+        (*standard-output* output))
+    (with-input-from-string (in text)
+      (handler-bind ((warning #'muffle-warning))
+        (loop for form = (read in nil in)
+              until (eq form in)
+              collect (eval form))))))
+
+(defun call (name &rest arguments)
+  (apply (find-symbol name *example-package*) arguments))
+
+(defvar *keys* '())
+
+(defmacro example (name key &body body)
+  "Define the test NAME for the block that contains KEY; BODY has that as TEXT."
+  `(progn
+     (pushnew ,key *keys* :test #'string=)
+     (test ,name
+       (let ((text (block-with ,key)))
+         (declare (ignorable text))
+         (call-with-example-package (lambda () ,@body))))))
+
+(defun free-port ()
+  (let ((socket (make-instance 'inet-socket :type :stream :protocol :tcp)))
+    (unwind-protect
+         (progn (socket-bind socket #(127 0 0 1) 0)
+                (nth-value 1 (socket-name socket)))
+      (socket-close socket))))
+
+;;;; The basics
+
+(defparameter *sum-of-squares* (loop for n below 10000 sum (* n n)))
+
+(test readme
+  (call-with-example-package
+   (lambda ()
+     (is (search (princ-to-string *sum-of-squares*)
+                 (with-output-to-string (out) (run-text *readme* out))))
+     (is (equal '() (list-all-fibers))))))
+
+(example slow-square "(defun slow-square"
+  (is (eql *sum-of-squares* (second (run-text text)))))
+
+(defun ask-once (port question)
+  "What the server at PORT answers, or NIL if it does not listen yet."
+  (let ((socket (make-instance 'inet-socket :type :stream :protocol :tcp)))
+    (unwind-protect
+         (handler-case
+             (let ((stream (progn (socket-connect socket #(127 0 0 1) port)
+                                  (socket-make-stream socket :input t :output t
+                                                             :buffering :line))))
+               (write-line question stream)
+               (read-line stream))
+           (sb-bsd-sockets:connection-refused-error () nil))
+      (socket-close socket))))
+
+(defun call-with-echo-server (function)
+  "Call FUNCTION with the port of the manual's server, when that answers."
+  (call-with-example-package
+   (lambda ()
+     (let ((port (free-port)))
+       (run-text (replaced "7007" (princ-to-string port) (block-with "(defun listen-for-echo")))
+       (unwind-protect (progn (is (equal "hello" (wait-until (ask-once port "hello"))))
+                              (funcall function port))
+         (is (finish-fibers (symbol-value (find-symbol "*GROUP*" *example-package*))
+                            :abort t)))))))
+
+(example echo "(defun listen-for-echo"
+  (call-with-echo-server (lambda (port) (is (equal "again" (ask-once port "again"))))))
+
+(example repl ":name \"repl\""
+  (let ((*debug-io* (make-two-way-stream *standard-input* (make-broadcast-stream))))
+    (destructuring-bind (group sleeper list backtrace terminated finished) (run-text text)
+      (declare (ignore group backtrace terminated))
+      (setf sleeper (symbol-value sleeper))
+      (is (equal (list sleeper) list))
+      (is (not (fiber-alive-p sleeper)))
+      (is (eq t finished)))))
+
+(example initial-bindings "(*session* . ,(make-session))"
+  (run-text "(defvar *session*)
+             (defun make-session () :session)
+             (defun serve () (list *print-base* *session*))")
+  (is (equal '((16 :session)) (run-fibers (run-text text)))))
+
+(example output ":initial-bindings `((*standard-output*"
+  (run-text "(defun report () (write-string \"reported\"))")
+  (is (equal "reported"
+             (with-output-to-string (out)
+               (run-fibers (run-text text out))))))
+
+;;;; What may wait long
+
+(example foreign-call "(defun wait-for-child"
+  (run-text text)
+  (is (eql sb-posix:echild
+           (in-fiber ()
+             (handler-case (call "WAIT-FOR-CHILD" (sb-posix:getpid))
+               (sb-posix:syscall-error (condition) (sb-posix:syscall-errno condition)))))))
+
+(example blocking-call "/net/far/away"
+  (uiop:with-temporary-file (:stream out :pathname path)
+    (write-line "first line" out)
+    (finish-output out)
+    (let ((text (replaced "/net/far/away" (sb-ext:native-namestring path) text)))
+      (is (equal '("first line") (in-fiber () (run-text text)))))))
+
+(defun check-time-out (name)
+  "What is not there yet is waited for, NAME being a function of a stream and a number of seconds."
+  (with-pipe (in out)
+    (is (equal '(nil :there)
+               (in-fiber ()
+                 (list (call name in 1/100)
+                       (progn (write-line ":there" out)
+                              (finish-output out)
+                              (let ((read (call name in *patience*)))
+                                (if (stringp read) (read-from-string read) read)))))))))
+
+(example deadline "(defun read-line-until-deadline"
+  (run-text text)
+  (check-time-out "READ-LINE-UNTIL-DEADLINE"))
+
+(example time-out "(defun read-form-until-timeout"
+  (run-text text)
+  (check-time-out "READ-FORM-UNTIL-TIMEOUT"))
+
+;;;; Several fibers
+
+(example permits "(defun call-with-permit"
+  (run-text text)
+  (let ((now 0) (most 0) (mutex (make-mutex)))
+    (flet ((work (n)
+             (with-mutex (mutex) (setf most (max most (incf now))))
+             (unwind-protect (progn (fiber-yield) (sleep 1/1000))
+               (with-mutex (mutex) (decf now)))
+             (* n n)))
+      (is (equal (loop for n below 30 collect (* n n))
+                 (call "MAP-IN-FIBERS" #'work (loop for n below 30 collect n) :at-once 3)))
+      (is (<= 1 most 3))))
+  ;; Neither a fiber that waits nor one that works takes a permit with it.
+  (let ((permits (make-semaphore :count 1)))
+    (with-group (group 1)
+      (let ((fibers (loop repeat 2
+                          collect (wait-until-parked
+                                   (spawn (group)
+                                     (call "CALL-WITH-PERMIT" permits #'sleep 3600))))))
+        (mapc #'terminate-fiber (reverse fibers))
+        (mapc #'wait-for-end fibers)))
+    (is (= 1 (semaphore-count permits)))))
+
+(example failures "(defun values-or-errors"
+  (run-text text)
+  (quietly
+    (with-group (group 1)
+      (destructuring-bind (good bad)
+          (call "VALUES-OR-ERRORS" (list (spawn (group) 1) (spawn (group) (error 'expected-error))))
+        (is (eql 1 good))
+        (is (typep bad 'expected-error))))))
+
+(example pipeline "(defun pipeline"
+  (run-text text)
+  (is (equal '(4 6 8) (call "PIPELINE" '(1 2 3) #'1+ (lambda (n) (* 2 n)))))
+  (is (equal '(1 2 3) (call "PIPELINE" '(1 2 3)))))
+
+(example cancel "(defun beat"
+  (run-text text)
+  (with-pipe (in out)
+    (with-group (group 1)
+      (let ((fiber (spawn (group) (call "BEAT" out 3600))))
+        (is (equal "beat" (read-line in)))
+        (is (eq :abort (nth-value 1 (call "CANCEL" fiber))))
+        (is (not (open-stream-p out)))
+        (is (eq :abort (nth-value 1 (call "CANCEL" fiber))))))))
+
+(example usocket "(defun ask-all"
+  (run-text text)
+  (let ((ask-all (find-symbol "ASK-ALL" *example-package*)))
+    (call-with-echo-server (lambda (port)
+                             (is (equal '("a" "b" "c")
+                                        (funcall ask-all "127.0.0.1" port '("a" "b" "c"))))))))
+
+;;;; Other systems
+
+(example hunchentoot "hunchentoot:easy-acceptor"
+  (let ((server nil) (port (free-port)))
+    (run-text (replaced "4242" (format nil "~D :address \"127.0.0.1\"" port) text))
+    (setf server (symbol-value (find-symbol "*SERVER*" *example-package*)))
+    (unwind-protect
+         (usocket:with-client-socket (socket stream "127.0.0.1" port)
+           (format stream "GET / HTTP/1.0~C~C~:*~:*~C~C" #\Return #\Newline)
+           (finish-output stream)
+           (is (eql 0 (search "HTTP/1.1 " (read-line stream)))))
+      (uiop:symbol-call "HUNCHENTOOT" "STOP" server))))
+
+(example ssl "\"sb-fiber-ssl\""
+  (if (asdf:find-system "cl+ssl" nil)
+      (finishes (run-text text))
+      (skip "There is no CL+SSL here.")))
+
+;;;; Nothing is left out
+
+(test all-examples
+  (is (equal '() (remove-if (lambda (text)
+                              (some (lambda (key) (search key text)) *keys*))
+                            *blocks*))))
