@@ -294,6 +294,15 @@ static int steps_for_signal(struct fiber_context* fc, char* sp)
     return needed > open ? needed : 0;
 }
 
+/* A fiber with interrupts off may be in the midst of a park, out of which it must not be unwound.
+ * If it may have what a signal needs, it is notified later: when it overflows, or before it waits
+ * again. fiber_place_for_waiting() sees to it that a park may have it. */
+static bool left_alone(struct thread* th, struct fiber_context* fc, char* sp, int needed)
+{
+    int most = fiber_may_use_reserve(fc, sp) ? n_steps(CONTROL) : most_steps(CONTROL);
+    return read_TLS(INTERRUPTS_ENABLED, th) == NIL && needed <= most;
+}
+
 /* Have NEEDED steps, for a signal. The stack has overflowed, as far as signals are concerned. */
 static void overflow_for_signal(struct thread* th, struct fiber_context* fc, os_context_t* context,
                                 int needed)
@@ -301,7 +310,21 @@ static void overflow_for_signal(struct thread* th, struct fiber_context* fc, os_
     if (in_critical_section(th, context)) {
         open_silently(fc, CONTROL, needed, context_sp(context));
         postpone(th, context);
-    } else notify(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
+    } else if (left_alone(th, fc, context_sp(context), needed))
+        fiber_open_steps(fc, CONTROL, needed);
+    else notify(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
+}
+
+/* Called before a fiber waits whose stack, below SP, has not ROOM bytes outside of the reserve: the
+ * place that it must touch to be notified, or ended, now and not in the midst of the wait. One that
+ * may use the reserve may wait there, if there is room for a signal as well. */
+char* fiber_place_for_waiting(char* sp, uword_t room)
+{
+    struct fiber_context* fc = get_sb_vm_thread()->fiber_context;
+    char *start = (char*)fc->control_stack_start, *lowest = sp - room;
+    if (!fiber_may_use_reserve(fc, sp))
+        return steps_start(fc, CONTROL, 0, guards_of(fc)->open[CONTROL]) - 1;
+    return lowest - SIGNAL_ROOM < start ? start - 1 : lowest;
 }
 
 /* Make room for a signal. The return guard comes first: it is nearer. */
@@ -333,9 +356,8 @@ void fiber_make_handler_room(os_context_t* context)
     if (near_return_guard(fc, sp)) fiber_settle_reserves(th, fc, sp);
     int needed = steps_for_signal(fc, sp);
     if (!needed) return;
-    // With interrupts off it may be in the midst of a park, out of which it must not be unwound.
     if (sp < control_base(fc) && !g->notified && !g->reporting && !g->pending
-        && read_TLS(INTERRUPTS_ENABLED, th) != NIL)
+        && !left_alone(th, fc, sp, needed))
         overflow_for_signal(th, fc, context, needed);
     else if (needed <= most_steps(CONTROL)) fiber_open_steps(fc, CONTROL, needed);
 }

@@ -65,12 +65,16 @@ static bool anything_open(struct fiber_context* fc)
 
 /* Handlers that run below where the fiber was notified, or reports, need the reserve even if they
  * have not come to it: the control stack is exhausted when a signal finds no room any more. */
-static bool reserve_left(struct thread* th, struct fiber_context* fc, int stack, char* sp)
+bool fiber_may_use_reserve(struct fiber_context* fc, char* sp)
 {
     struct guards* g = guards_of(fc);
-    bool handled = (g->notified & (1 << CONTROL) || g->reporting)
+    return (g->notified & (1 << CONTROL) || g->reporting)
         && sp < (char*)fc->control_stack_start + g->notified_at;
-    return stack == CONTROL ? sp >= control_base(fc) && !handled
+}
+
+static bool reserve_left(struct thread* th, struct fiber_context* fc, int stack, char* sp)
+{
+    return stack == CONTROL ? sp >= control_base(fc) && !fiber_may_use_reserve(fc, sp)
         : stack == BINDING ? (char*)th->binding_stack_pointer <= binding_end(fc)
         : (char*)th->alien_stack_pointer >= alien_base(fc);
 }

@@ -135,6 +135,7 @@ extern void fiber_give_return_guard_back(void);
 /* fiber-reserve.c: open steps of a reserve, close what has been left, watch for the return. */
 extern void fiber_open_steps(struct fiber_context*, int stack, int n);
 extern void fiber_limit_open_steps(struct fiber_context*, int n);
+extern bool fiber_may_use_reserve(struct fiber_context*, char* sp);
 extern bool fiber_close_left(struct thread*, struct fiber_context*, char* sp);
 extern void fiber_close_all_reserves(struct fiber_context*);
 extern void fiber_settle_reserves(struct thread*, struct fiber_context*, char* sp);

@@ -530,6 +530,34 @@
         (sb-unix:unix-close reader)
         (sb-unix:unix-close writer)))))
 
+;;; Prevents: a fiber that waits in pages that something else has opened silently, and is notified in
+;;; the midst of the wait.
+(test no-wait-in-a-reserve-that-was-opened-silently
+  (flet ((exhausted-at-p (distance)
+           (call-at-distance distance
+                             (lambda ()
+                               (sb-sys:without-gcing (call-at-distance -3000 #'keep))
+                               (handler-case (fiber-can-park-p)
+                                 (sb-kernel::control-stack-exhausted () :exhausted))))))
+    (with-group (group 1)
+      (loop for (distance result) in '((20000 t) (9500 t) (6000 :exhausted) (2500 :exhausted))
+            do (is (eq result (join (spawn (group) (exhausted-at-p distance)))))))))
+
+;;; What was notified, or reports, has the reserve to wait in.
+(test handlers-and-reports-wait-in-the-reserve
+  (flet ((waits-p ()
+           (and (< (stack-pointer) (+ (control-base) 8192)) (fiber-can-park-p)
+                (progn (sleep 1/1000) t))))
+    (is (eq t (in-fiber ()
+                (block nil
+                  (handler-bind ((sb-kernel::control-stack-exhausted
+                                   (lambda (condition) (keep condition) (return (waits-p)))))
+                    (recurse-with-frames 10))))))
+    (is (eq t (in-fiber ()
+                (call-at-distance 4000 (lambda ()
+                                         (sb-fiber::make-room-to-report)
+                                         (waits-p))))))))
+
 ;;;; Signals at the very end of the stack
 
 (defun call-with-handler (signal default function)
@@ -541,6 +569,13 @@ afterwards."
                                       (count-one handled)))
     (unwind-protect (funcall function (lambda () (flag-count handled)))
       (sb-sys:enable-interrupt signal default))))
+
+(defun enable-profiler ()
+  "Let SIGPROF be counted as by SB-SPROF."
+  (sb-alien:alien-funcall
+   (sb-alien:extern-alien "install_handler" (function sb-alien:void sb-alien:int sb-alien:long))
+   sb-unix:sigprof -1)
+  (setf (sb-alien:extern-alien "sb_sprof_trace_ct_max" sb-alien:int) 100000))
 
 ;;; Signals open the reserve for their handlers. Prevents: that they open all of it ahead of a fiber
 ;;; that overflows, which is then never notified, and the process ends.
@@ -564,6 +599,31 @@ afterwards."
                                      (handler-case (recurse-and-raise sb-unix:sighup)
                                        (sb-kernel::control-stack-exhausted () :notified))))))))
        (is (< 50 (funcall count)))))))
+
+;;; Prevents: a fiber that is unwound out of the midst of a park.
+(defun unwound-by (signal distance)
+  "Has SIGNAL unwound this fiber with interrupts off, where there was room for RAISE?"
+  (let ((raising nil) (went-on nil))
+    (handler-case (call-at-distance distance
+                                    (lambda ()
+                                      (sb-sys:without-interrupts
+                                        (sb-fiber::%touch (sb-sys:int-sap (- (stack-pointer) 1000)))
+                                        (setf raising t)
+                                        (sb-unix:raise signal)
+                                        (setf went-on t))))
+      (storage-condition ()))
+    (and raising (not went-on))))
+
+(test no-signal-unwinds-with-interrupts-off
+  (enable-profiler)
+  (call-with-handler
+   sb-unix:sighup :default
+   (lambda (count)
+     (dolist (signal (list sb-unix:sighup sb-unix:sigprof))
+       (is (null (in-fiber ()
+                   (loop for distance from 6000 downto 0 by 16
+                         when (unwound-by signal distance) collect distance)))))
+     (is (< 100 (funcall count))))))
 
 (defun lost-at (raise count-handled)
   "Call RAISE, which sends a signal to this thread, at the end of the stack, at each distance.
@@ -631,13 +691,6 @@ Return how often, or where the signal was lost."
                             (lambda (count)
                               (in-fiber (n) (lost-at (lambda () (sb-unix:raise signal)) count))))))
                (is (typep result '(integer 100)) "Signal ~D: ~S" signal result)))))
-
-(defun enable-profiler ()
-  "Let SIGPROF be counted as by SB-SPROF."
-  (sb-alien:alien-funcall
-   (sb-alien:extern-alien "install_handler" (function sb-alien:void sb-alien:int sb-alien:long))
-   sb-unix:sigprof -1)
-  (setf (sb-alien:extern-alien "sb_sprof_trace_ct_max" sb-alien:int) 100000))
 
 (test samples-at-the-end-of-the-stack
   (enable-profiler)

@@ -16,9 +16,15 @@
 
 (defun reason-seen (group function)
   "The second value of FIBER-STATE of a fiber that calls FUNCTION, which waits, and how it is
-printed; the fiber is ended then."
-  (let ((fiber (wait-until-parked (submit-fiber group (make-fiber function :name "waiter")))))
-    (prog1 (list (nth-value 1 (fiber-state fiber)) (princ-to-string fiber))
+printed; the fiber is ended then. FUNCTION may wait by looking again and again."
+  (let ((fiber (submit-fiber group (make-fiber function :name "waiter"))))
+    (unwind-protect
+         (loop
+           (wait-until-parked fiber)
+           (multiple-value-bind (state reason) (fiber-state fiber)
+             (let ((printed (princ-to-string fiber)))
+               (when (and (eq :parked state) (search " parked" printed))
+                 (return (list reason printed))))))
       (terminate-fiber fiber)
       (wait-for-end fiber))))
 

@@ -212,7 +212,7 @@ before."
 
 (declaim (ftype (sfunction (fiber) word) thread-structure-that-runs))
 (defun thread-structure-that-runs (fiber)
-  "The address of the structure of the thread that runs FIBER, or 0."
+  "The address of the structure of the thread that runs FIBER, or 0. While the world is stopped."
   (flet ((slot-of (thread slot) (sap-ref-word (int-sap thread) (ash slot sb-vm:word-shift))))
     (declare (inline slot-of))
     (let ((thread (extern-alien "all_threads" unsigned)))
@@ -235,7 +235,9 @@ before."
   (if (or (= tls-index 0) (= (fiber-context fiber) 0))
       0
       (let ((state (sap-ref-8 (int-sap (context-word (context-of fiber) state-cell)) 0))
-            (thread (thread-structure-that-runs fiber)))
+            (thread (if (eq fiber *current-thread*)
+                        (sap-int (sb-vm::current-thread-offset-sap sb-vm::thread-this-slot))
+                        (thread-structure-that-runs fiber))))
         (cond ((/= thread 0) (find-in-thread thread tls-index))
               ((= state sb-vm::fiber-stack-active) (find-on-binding-stack fiber tls-index))
               (t 0)))))                 ; it has not begun
@@ -255,7 +257,7 @@ why there is none. FUNCTION must neither allocate nor wait."
                            (t (values nil :thread-dead)))))))
       (declare (dynamic-extent #'look))
       (if (eq fiber *current-thread*)
-          (look)
+          (without-interruptions (look)) ; one that parks moves the fiber to another thread
           (call-with-stopped-world #'look)))
     (values result status)))
 
