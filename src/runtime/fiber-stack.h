@@ -114,6 +114,57 @@ static inline char* steps_start(struct fiber_context* fc, int stack, int from, i
     return stack_limit(fc, stack) + (stack == BINDING ? from : -to) * STEP_SIZE;
 }
 
+/* As much of the address space as the stacks of one size have together, or some of them. */
+#define FIBER_SLOTS_PER_ARENA 1024
+#define FIBER_MAX_ARENAS 16384
+#define FIBER_ARENA_BYTES ((uword_t)512*KIB*KIB)
+
+struct fiber_arena {
+    char* base;
+    uword_t stride;
+    uword_t control_size;         // usable bytes of control stack, reserve excluded
+    struct fiber_stack_class* class;
+    uint32_t n_slots;
+    uint32_t n_carved;            // slots from here on were never reserved
+    bool looked_at;               // by this collection
+    unsigned char* state;
+    struct fiber_positions* positions; // or 0: its cards may be the heap's
+};
+
+/* What arenas have in common whose cards are the same, see fiber-card.c. */
+struct fiber_positions {
+    struct fiber_arena* arena;    // one of them
+    struct fiber_positions* next;
+    unsigned char marked[FIBER_SLOTS_PER_ARENA];  // was found to be, or has not been looked at
+    uint32_t deepest[FIBER_SLOTS_PER_ARENA];      // in cards
+};
+
+extern struct fiber_arena fiber_arenas[FIBER_MAX_ARENAS];
+extern volatile uint32_t fiber_n_arenas;
+
+/* The context of a slot. Its offset in the page varies from slot to slot, for the
+ * sake of the caches: all first lines at one offset would share 12 lines. */
+static inline struct fiber_context* fiber_slot_context(struct fiber_arena* a, uint32_t i)
+{
+    char* boundary = a->base + i * a->stride + LOW_GUARD_SIZE + a->control_size;
+    return (struct fiber_context*)(boundary - 2*KIB + (i % 8) * 64);
+}
+
+static inline struct fiber_context* fiber_context_of(int index)
+{
+    return fiber_slot_context(&fiber_arenas[index / FIBER_SLOTS_PER_ARENA],
+                              index % FIBER_SLOTS_PER_ARENA);
+}
+
+/* A carrier's own context, and the stacks that it keeps for itself, guards up, so that carriers
+ * which start and end fibers do not meet at the lock. */
+struct fiber_carrier {
+    struct fiber_context context; // first, since it is what thread->carrier_context points to
+    unsigned char state;
+    struct fiber_context* cached;
+    int n_cached;
+};
+
 /*
  * The files, each of which calls those above it only:
  */
@@ -144,9 +195,33 @@ extern void fiber_place_return_guard(struct fiber_context*, char* sp);
 extern void fiber_drop_return_guard(struct fiber_context*);
 extern uword_t fiber_return_guard_size(struct fiber_context*);
 
-/* fiber-stack.c: where stacks are. */
+/* fiber-card.c: where arenas lie, and which of their stacks were written by others. */
+extern char* fiber_place_beside_heap(uword_t size);
+extern struct fiber_positions* fiber_find_positions(struct fiber_arena*);
+extern void fiber_test_positions(void);
+extern void fiber_note_depth(struct fiber_arena*, uint32_t i, char* sp);
+extern void fiber_unmark_positions(void);
+
+/* fiber-arena.c: of what slots consist, and which slot is where. */
+extern struct fiber_arena* fiber_add_arena(uword_t control_size);
+extern void fiber_lay_out_slot(struct fiber_arena*, uint32_t i);
+extern char* fiber_low_guard(struct fiber_arena*, uint32_t i);
+extern char* fiber_middle_guard(struct fiber_arena*, uint32_t i);
+extern int fiber_index_at(char* addr);
 extern struct fiber_context* fiber_context_at(char* addr);
-extern void fiber_each_suspended(void (*call)(struct fiber_context*, void*), void* arg);
+
+/* fiber-roots.c: what the collector need not look up on a stack again. */
+struct fiber_roots { struct chunk* chunk; uword_t n_words; };
+extern void fiber_drop_roots(void);
+extern bool fiber_keep_root(lispobj);
+extern struct fiber_roots fiber_kept_roots(void);
+extern void fiber_visit_roots(struct fiber_roots, fiber_root_visitor*);
+
+/* fiber-x86-64.c */
+extern unsigned int fiber_floating_point_modes(void);
+
+/* fiber-carrier.c */
+extern struct fiber_carrier* fiber_this_carrier(void);
 
 /* fiber-overflow.c: room for a signal, or a handler, on the fiber's stack. */
 extern bool fiber_make_signal_room(struct thread*, struct fiber_context*, os_context_t*);

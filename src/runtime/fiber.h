@@ -24,11 +24,16 @@
 #include "thread.h"
 
 /* The values of *context->state_cell, as in compiler/generic/fiber-objdef.lisp. */
-enum { FIBER_STACK_FREE, FIBER_STACK_ACTIVE, FIBER_STACK_MOUNTED };
+enum { FIBER_STACK_FREE, FIBER_STACK_ACTIVE, FIBER_STACK_MOUNTED, FIBER_STACK_OLD = 0x10 };
 
 typedef void fiber_root_visitor(os_context_register_t, void*);
 
+/* fiber-card.c */
+extern int fiber_card_table_bits(int nbits);
+
 /* fiber-gc.c: roots, with the world stopped */
+extern void fiber_end_collection(void);
+extern void fiber_note_register(lispobj);
 extern void fiber_scan_control_stacks(fiber_root_visitor* visit,
                                       fiber_root_visitor* visit_register);
 extern void fiber_scav_binding_stacks(void (*mark)(lispobj));

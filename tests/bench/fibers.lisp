@@ -1,4 +1,4 @@
-;;;; benchmarks of fibers; see run.sh
+;;;; benchmarks of fibers that run; see run.sh
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -7,21 +7,11 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
-(defpackage "SB-FIBER-BENCH"
-  (:use "COMMON-LISP" "SB-FIBER" "SB-THREAD"))
+(load (merge-pathnames "measure.lisp" *load-truename*))
 
 (in-package "SB-FIBER-BENCH")
 
-(declaim (optimize (speed 1) (safety 1) (debug 0)))
-
 ;;;; Measuring
-
-(defparameter *carriers* (parse-integer (sb-ext:posix-getenv "P")))
-
-(defun nanoseconds ()
-  (multiple-value-bind (seconds nanoseconds)
-      (sb-unix:clock-gettime sb-unix:clock-monotonic)
-    (+ (* seconds 1000000000) nanoseconds)))
 
 (defun run-together (group functions)
   "Call each of FUNCTIONS in a fiber of GROUP. Return the nanoseconds until all have returned."
@@ -34,9 +24,6 @@
 ;;; The fibers are made and joined by a fiber: on one carrier none runs before all are made.
 (defun one-round (group functions)
   (fiber-join (submit-fiber group (make-fiber (lambda () (run-together group functions))))))
-
-(defun median (numbers)
-  (nth (floor (length numbers) 2) (sort (copy-list numbers) #'<)))
 
 (defun rounds (make-functions)
   "Measure six rounds of what MAKE-FUNCTIONS returns, a list of functions to call in fibers.
@@ -111,9 +98,5 @@ two have incremented the car of READY."
                 (let ((mutex (make-mutex)) (queue (make-waitqueue)) (ball (list :ping)))
                   (list (player mutex queue ball :ping :pong n)
                         (player mutex queue ball :pong :ping n))))))
-
-(defun main (name &rest numbers)
-  (let ((bench (find-symbol (format nil "BENCH-~:@(~A~)" name) "SB-FIBER-BENCH")))
-    (apply bench (mapcar #'parse-integer numbers))))
 
 (apply #'main (rest sb-ext:*posix-argv*))

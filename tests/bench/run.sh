@@ -13,6 +13,14 @@
 #   mutex-free N          WITH-MUTEX N times with a mutex that nobody else wants,
 #                         in a fiber, in a thread, and in the Lisp that PLAIN
 #                         starts: ns for each, and ratios
+#   idle N                N fibers park, are woken and end: growth of the
+#                         resident set and of the page tables for each, ms
+#                         until all have parked, and from waking to the end
+#   gcpause N             collections of the nursery with no fibers and with N
+#                         that are parked: ms, median and worst of 51, and of a
+#                         full collection
+#   burst N               N fibers that have been 100 kB deep: the resident set
+#                         before they were made and after they have ended
 #   http PORT fibers|threads [CARRIERS]
 #                         hello world with Hunchentoot on 127.0.0.1, until killed
 #
@@ -32,6 +40,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 
 case ${1-} in
     switch | create | mutex | condvar) file=fibers.lisp P=${P:-1} ;;
+    idle | gcpause | burst) file=memory.lisp P=${P:-1} ;;
     mutex-free) file=mutex-free.lisp P=1 ;;
     http) file=http.lisp P=${P:-$(nproc)} ;;
     *) sed -n '2,/^$/{s/^# \{0,1\}//p;}' "$0" >&2; exit 2 ;;

@@ -13,6 +13,8 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "support/collecting.lisp" *load-truename*))
+
 (def-suite* mixture)
 
 ;;;; What the fibers of a round share

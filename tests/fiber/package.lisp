@@ -147,14 +147,16 @@ threads."
   "Execute BODY, in which fibers are to fail, without the reports of it."
   `(call-with-error-output (lambda () ,@body) (make-broadcast-stream)))
 
-(defun call-in-child (arguments &key input environment (wrapper nil))
-  "Run this Lisp with ARGUMENTS in a process of its own; return exit code and output, errors
-included. WRAPPER is the start of a command line that the Lisp is appended to."
+(defun call-in-child (arguments &key input environment (wrapper nil) heap)
+  "Run this Lisp with ARGUMENTS in a process of its own, whose dynamic space has the size HEAP;
+return exit code and output, errors included. WRAPPER is the start of a command line that the Lisp
+is appended to."
   (let* ((command (append wrapper
                           (list (sb-ext:native-namestring sb-ext:*runtime-pathname*) "--core"
                                 (sb-ext:native-namestring sb-ext:*core-pathname*)
-                                "--noinform" "--disable-ldb" "--no-sysinit" "--no-userinit"
-                                "--disable-debugger")
+                                "--noinform" "--disable-ldb")
+                          (and heap (list "--dynamic-space-size" heap))
+                          '("--no-sysinit" "--no-userinit" "--disable-debugger")
                           arguments))
          (process nil)
          (output (with-output-to-string (out)

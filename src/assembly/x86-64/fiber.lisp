@@ -54,6 +54,12 @@
   (inst push rbp-tn)
   (emit-begin-pseudo-atomic)
 
+  ;; The collector must scan the next stack again. Once a collection only is that a store.
+  (inst mov rcx-tn (context rdx-tn fiber-context-state-cell-slot))
+  (inst cmp :byte (ea rcx-tn) fiber-stack-active)
+  (inst jmp :ne SET-ACTIVE)
+  ACTIVE
+
   ;; Take along the live signal contexts: the next stack's take their places.
   (inst mov rcx-tn (tls *free-interrupt-context-index*))
   (inst shr rcx-tn n-fixnum-tag-bits)
@@ -182,6 +188,10 @@
   (inst dec rsi-tn)
   (inst mov (ea -7 rsi-tn) rsi-tn)
   (inst jmp BIND-TEST)
+
+  SET-ACTIVE
+  (inst mov :byte (ea rcx-tn) fiber-stack-active)
+  (inst jmp ACTIVE)
 
   LOAD-MXCSR
   (inst ldmxcsr (context rdx-tn fiber-context-mxcsr-slot))

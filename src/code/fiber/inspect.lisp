@@ -234,13 +234,13 @@ before."
   "The address of the value of the symbol with TLS-INDEX in FIBER, or 0 if FIBER has not bound it."
   (if (or (= tls-index 0) (= (fiber-context fiber) 0))
       0
-      (let ((state (sap-ref-8 (int-sap (context-word (context-of fiber) state-cell)) 0))
+      (let ((state (stack-state fiber))
             (thread (if (eq fiber *current-thread*)
                         (sap-int (sb-vm::current-thread-offset-sap sb-vm::thread-this-slot))
                         (thread-structure-that-runs fiber))))
         (cond ((/= thread 0) (find-in-thread thread tls-index))
-              ((= state sb-vm::fiber-stack-active) (find-on-binding-stack fiber tls-index))
-              (t 0)))))                 ; it has not begun
+              ((= state sb-vm::fiber-stack-free) 0) ; it has not begun
+              (t (find-on-binding-stack fiber tls-index))))))
 
 (defun call-with-binding (symbol fiber function)
   "Call FUNCTION with the address of the value of SYMBOL in FIBER, and return its values, or NIL and
@@ -275,6 +275,7 @@ why there is none. FUNCTION must neither allocate nor wait."
   (flet ((set-value (address)
            (declare (type word address))
            (setf (sap-ref-lispobj (int-sap address) 0) new-value)
+           (setf (stack-state fiber) sb-vm::fiber-stack-active) ; NEW-VALUE may be younger
            (values new-value :ok)))
     (declare (dynamic-extent #'set-value))
     (call-with-binding symbol fiber #'set-value)))

@@ -11,8 +11,8 @@
 
 (in-package "SB-FIBER")
 
-;;; Where stacks lie is the business of runtime/fiber-stack.c, how they are guarded that of
-;;; runtime/fiber-reserve.c. Here a fiber gets one, and what it starts with is laid out on it.
+;;; Where stacks lie is the business of runtime/fiber-arena.c, which are free that of
+;;; runtime/fiber-stack.c, how they are guarded that of runtime/fiber-reserve.c. Here a fiber gets one, and what it starts with is laid out on it.
 ;;;
 ;;; What is true when nobody is inside:
 ;;;  - a fiber has a context from its submission to its end, and while it has one it is in
@@ -46,6 +46,17 @@
 (declaim (inline context-of))
 (defun context-of (fiber)
   (int-sap (fiber-context fiber)))
+
+(declaim (inline state-cell))
+(defun state-cell (fiber)
+  (int-sap (context-word (context-of fiber) state-cell)))
+
+;;; The states, and who makes which move: runtime/fiber-arena.c.
+(defun stack-state (fiber)
+  (sap-ref-8 (state-cell fiber) 0))
+
+(defun (setf stack-state) (state fiber)
+  (setf (sap-ref-8 (state-cell fiber) 0) state))
 
 ;;;; the table of the living
 
@@ -233,7 +244,5 @@ if FIBER had called the switch from FIBER-ENTRY with its base bindings made."
             (context-word (sb-vm::current-thread-offset-sap sb-vm::thread-carrier-context-slot)
                           mxcsr))
       (barrier (:write))
-      ;; From here on the collector sees it.
-      (setf (sap-ref-8 (int-sap (context-word context state-cell)) 0)
-            sb-vm::fiber-stack-active)
+      (setf (stack-state fiber) sb-vm::fiber-stack-active)
       nil)))

@@ -17,7 +17,7 @@
 ;;; definition, so that no offset is ever counted by hand.
 ;;;
 ;;; Its slots are written by
-;;;  - runtime/fiber-stack.c, which fills in the constants when it carves the stack;
+;;;  - runtime/fiber-arena.c and fiber-carrier.c, which fill in the constants;
 ;;;  - the switch (assembly/x86-64/fiber), which saves and loads the rest, inside
 ;;;    pseudo-atomic, so that a stopped world sees each stack exactly once.
 ;;;
@@ -41,7 +41,7 @@
   ;; the context itself, or 0 if it is a carrier's own
   (mounted-as)
   ;; one byte in the arena's dense array, which is all that the collector reads
-  ;; of a stack that is free
+  ;; of a stack that it skips
   (state-cell :c-type "unsigned char *" :pointer t)
   ;; which guards are down, and where the return guard is, see runtime/fiber-reserve.c
   (guards)
@@ -62,6 +62,7 @@
   ;; next in the list of free stacks
   (next-free :c-type "struct fiber_context *" :pointer t))
 
-;;; The values of the byte at STATE-CELL, as in runtime/fiber.h.
+;;; The values of the byte at STATE-CELL, as in runtime/fiber.h; there are others, which belong to the
+;;; collector alone. The states and who makes which move: runtime/fiber-arena.c.
 (defconstant fiber-stack-free 0)
 (defconstant fiber-stack-active 1)

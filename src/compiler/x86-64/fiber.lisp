@@ -93,3 +93,9 @@
   (:args (where :scs (sap-reg)))
   (:arg-types system-area-pointer)
   (:generator 2 (inst cmp :byte (ea where) 0)))
+
+;;; A function with dynamic extent sets variables of the frame that made it, which may be on the
+;;; stack of another fiber: then the collector must scan that.
+(defun mark-ancestor-frame (frame-pointer variable-home card)
+  (inst lea card (ea (frame-byte-offset (tn-offset variable-home)) frame-pointer))
+  (mark-gc-card card))

@@ -1,0 +1,164 @@
+/*
+ * The cards of stacks, whose marks tell the collector that a stack was written by another
+ */
+
+/*
+ * This software is part of the SBCL system. See the README file for
+ * more information.
+ *
+ * This software is derived from the CMU CL system, which was
+ * written at Carnegie Mellon University and released into the
+ * public domain. The software is in the public domain and is
+ * provided with absolutely no warranty. See the COPYING and CREDITS
+ * files for more information.
+ */
+
+#include "genesis/sbcl.h"
+#ifdef LISP_FEATURE_SB_FIBER
+
+#include <string.h>
+#include <sys/mman.h>
+#include "fiber-stack.h"
+#include "gc.h"
+#include "globals.h"
+
+/*
+ * An object with dynamic extent lies on the stack of a fiber, and another fiber may store into it
+ * while the first is suspended. Whoever stores marks the card of the object first, whatever its
+ * address: the table of cards covers the address space over and over, once for each *span*. In each
+ * span the heap has one part, and stacks lie in the other, so that the marks there are not the
+ * heap's, all of whose free pages are marked.
+ *
+ * The part of the stacks is divided into *windows* of the size of an arena. There are more arenas
+ * than windows, so slot i of an arena has its cards in common with slot i of each other arena of
+ * the same class in the same window: that is a *position*. What is done once for a position is
+ * done for some hundred stacks, which is why a million of them can be tested in a moment; and a
+ * mark costs the scan of some hundred stacks.
+ *
+ * What is true when the world is about to be started: of the cards of each position, from the upper
+ * end of the stack on, the first deepest[i] are not marked; and the live part of each OLD stack
+ * that is at the position has no more cards. A mark there is one that was made since.
+ *
+ * Threads, and what lies outside of the heap, may mark the same cards, which costs a scan. Nobody
+ * else reads them.
+ */
+
+static uword_t span() { return (uword_t)(gc_card_table_mask + 1) << GENCGC_CARD_SHIFT; }
+
+/* Called when the table is about to be made, for a heap that needs NBITS. */
+int fiber_card_table_bits(int nbits)
+{
+    uword_t heap = dynamic_space_size;
+    uword_t part = heap < FIBER_ARENA_BYTES ? FIBER_ARENA_BYTES : heap;
+    while (((uword_t)1 << (nbits + GENCGC_CARD_SHIFT)) < heap + part) ++nbits;
+    return nbits;
+}
+
+/*
+ * Places. A block is as much of the address space as the part of the stacks in one span: a
+ * reservation, of which arenas get a window each.
+ */
+static char* next_place;
+static uword_t n_places_left;
+
+static uword_t n_windows() { return (span() - dynamic_space_size) / FIBER_ARENA_BYTES; }
+
+/* The kernel chooses where; what lies before and behind the block is given back. */
+static bool reserve_block()
+{
+    uword_t size = n_windows() * FIBER_ARENA_BYTES, all = span() + size;
+    char* start = mmap(0, all, PROT_NONE, MAP_PRIVATE|MAP_ANONYMOUS|MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return 0;
+    uword_t behind_heap = DYNAMIC_SPACE_START + dynamic_space_size;
+    char* block = start + (behind_heap - (uword_t)start) % span();
+    if (block > start) munmap(start, block - start);
+    if (block + size < start + all) munmap(block + size, start + all - block - size);
+    next_place = block;
+    n_places_left = n_windows();
+    return 1;
+}
+
+/* With the lock. SIZE bytes whose cards are none of the heap's, or 0. */
+char* fiber_place_beside_heap(uword_t size)
+{
+    if (size > FIBER_ARENA_BYTES || !n_windows() || (!n_places_left && !reserve_block())) return 0;
+    void* place = mmap(next_place, size, PROT_READ|PROT_WRITE,
+                       MAP_FIXED|MAP_PRIVATE|MAP_ANONYMOUS|MAP_NORESERVE, -1, 0);
+    if (place == MAP_FAILED) return 0;
+    next_place += FIBER_ARENA_BYTES;
+    --n_places_left;
+    return place;
+}
+
+/*
+ * Positions
+ */
+static struct fiber_positions* all_positions;
+
+/* With the lock. 0 if there is no memory. */
+struct fiber_positions* fiber_find_positions(struct fiber_arena* a)
+{
+    struct fiber_positions* p = all_positions;
+    while (p && !(p->arena->stride == a->stride
+                  && ((uword_t)p->arena->base - (uword_t)a->base) % span() == 0)) p = p->next;
+    if (p) return p;
+    p = mmap(0, sizeof *p, PROT_READ|PROT_WRITE, MAP_PRIVATE|MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return 0;
+    p->arena = a;
+    p->next = all_positions;
+    __atomic_store_n(&all_positions, p, __ATOMIC_RELEASE);
+    return p;
+}
+
+/* The number of the card of the last word of the stacks at a position, from which others count
+ * down. It is not reduced to the table yet. */
+static uword_t last_card(struct fiber_positions* p, uint32_t i)
+{
+    return ((uword_t)fiber_slot_context(p->arena, i) - 1) >> GENCGC_CARD_SHIFT;
+}
+
+static bool any_marked(struct fiber_positions* p, uint32_t i)
+{
+    uword_t last = last_card(p, i);
+    for (uint32_t n = 0; n < p->deepest[i]; ++n)
+        if (gc_card_mark[(last - n) & gc_card_table_mask] != CARD_UNMARKED) return 1;
+    return 0;
+}
+
+/* All functions from here on are called with the world stopped. */
+
+void fiber_test_positions()
+{
+    enum { AHEAD = 16 };          // each position has lines of its own
+    for (struct fiber_positions* p = all_positions; p; p = p->next)
+        for (uint32_t i = 0, n = p->arena->n_slots; i < n; ++i) {
+            if (i + AHEAD < n && p->deepest[i + AHEAD])
+                __builtin_prefetch(&gc_card_mark[last_card(p, i + AHEAD) & gc_card_table_mask]);
+            p->marked[i] = p->deepest[i] && any_marked(p, i);
+        }
+}
+
+/* Slot I of A has been scanned, and SP is its lowest live address. */
+void fiber_note_depth(struct fiber_arena* a, uint32_t i, char* sp)
+{
+    struct fiber_positions* p = a->positions;
+    uword_t last = ((uword_t)fiber_slot_context(a, i) - 1) >> GENCGC_CARD_SHIFT;
+    uword_t depth = last - ((uword_t)sp >> GENCGC_CARD_SHIFT) + 1;
+    if (depth <= p->deepest[i]) return;
+    p->deepest[i] = depth;
+    p->marked[i] = 1;             // they have not been looked at
+}
+
+/* When all stacks have been tested, and those on marked cards scanned. */
+void fiber_unmark_positions()
+{
+    for (struct fiber_positions* p = all_positions; p; p = p->next)
+        for (uint32_t i = 0; i < p->arena->n_slots; ++i) {
+            if (!p->marked[i]) continue;
+            uword_t last = last_card(p, i);
+            for (uint32_t n = 0; n < p->deepest[i]; ++n)
+                gc_card_mark[(last - n) & gc_card_table_mask] = CARD_UNMARKED;
+        }
+}
+
+#endif
