@@ -30,9 +30,8 @@
  * The states of a stack, and who makes each move. Every one is made where the collector cannot stop
  * the thread, or with the world stopped.
  *
- *     uncarved                 its index is not below n_carved
- *       -> FREE                reserve_slot() in fiber-stack.c, with the lock
- *     FREE                     no fiber has it, or one does not begin yet
+ *     FREE                     no fiber has it, or one does not begin yet; fiber-stack.c knows
+ *                              whether it has memory
  *       -> ACTIVE              PREPARE-STACK in code/fiber/stack.lisp, all that is on it being laid
  *                              out
  *     ACTIVE                   it has run since it was scanned last, or may have been written to;

@@ -1,5 +1,5 @@
 /*
- * Stacks of fibers: where they lie, and which are free
+ * Stacks that no fiber has: which are free, and how much memory they keep
  */
 
 /*
@@ -16,43 +16,43 @@
 #include "genesis/sbcl.h"
 #ifdef LISP_FEATURE_SB_FIBER
 
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include "fiber-stack.h"
 #include "globals.h"
-#include "interr.h"
 
 /*
+ * A slot is *cold* when it has no memory, no guards and no page tables, as when its arena was made,
+ * and its context holds nothing. A stack that a fiber has left is *warm*: it keeps what it has for
+ * the next one, which saves ten times what it costs to begin a fiber.
+ *
  * What is true when nobody is inside:
- *  - a slot that was reserved once is in a list of its class, or among the cached stacks of a
- *    carrier, or a thread prepares it, or a fiber has it;
- *  - its guards are up if and only if its context has a control_stack_start;
- *  - arenas, classes and their lists are changed by functions "with the lock" only: that is a
- *    tiny lock of code/fiber/stack.lisp, whose holder the collector does not stop. If it did, it
- *    would wait for a thread that cannot stop before it has had the lock. No such function calls
- *    malloc(), whose lock is of the other kind.
+ *  - a slot is cold or warm, as one of the bitmaps of its arena says, or one of the cached stacks of
+ *    a carrier, which are warm; or a thread prepares it, or gives its memory back, or a fiber has it;
+ *  - a warm one has its guards up, and its context is valid;
+ *  - no arena before lowest_warm of its class has a warm slot, and none behind highest_warm; no
+ *    arena before lowest_cold has a cold one. The lowest are taken first, the highest give their
+ *    memory back: so that what is used is together, and what is not is whole arenas;
+ *  - arenas, classes and bitmaps are changed by functions "with the lock" only: that is a tiny lock
+ *    of code/fiber/stack.lisp, whose holder the collector does not stop. If it did, it would wait
+ *    for a thread that cannot stop before it has had the lock. No such function calls malloc(),
+ *    whose lock is of the other kind.
  */
 
 #define MAX_STACK_CLASSES 64
-#define MOST_GUARDED_FREE 1024
+#define MOST_GUARDED_WARM 1024
 #define MOST_CACHED 64            // of a carrier
+#define SAMPLE_INTERVAL 16        // how many stacks are left for each that is measured
+#define MOST_SAMPLED_PAGES 256
 
 /* All stacks of one size. */
 struct fiber_stack_class {
     uword_t control_size;         // usable bytes of control stack, reserve excluded
-    struct fiber_context* free;
-    struct fiber_context* bare;   // likewise free, but without guards
-    struct fiber_arena* last;     // the only one that may have slots to carve
+    struct fiber_arena *last, *lowest_warm, *highest_warm, *lowest_cold;
+    uword_t n_warm;
+    uword_t memory_of_one;        // bytes, the mean of some that were measured
 };
 
 static struct fiber_stack_class stack_classes[MAX_STACK_CLASSES];
-
-/* Free stacks beyond this many give their pages back. */
-uword_t fiber_stack_high_water = 16384;
-static uword_t n_free_stacks;
-static uword_t n_guarded_free_stacks;
 
 /* Powers of two from 64 KiB on, of which there are fewer than MAX_STACK_CLASSES. */
 static uword_t round_stack_size(uword_t size)
@@ -62,12 +62,59 @@ static uword_t round_stack_size(uword_t size)
     return rounded;
 }
 
+static struct fiber_stack_class* find_stack_class(uword_t control_size)
+{
+    struct fiber_stack_class* class = stack_classes;
+    while (class->control_size && class->control_size != control_size) ++class;
+    if (!class->control_size) class->memory_of_one = 2*HARD_GUARD_SIZE;
+    class->control_size = control_size;
+    return class;
+}
+
+static struct fiber_arena* arena_at(int index)
+{
+    return &fiber_arenas[index / FIBER_SLOTS_PER_ARENA];
+}
+static struct fiber_arena* arena_of(struct fiber_context* fc) { return arena_at(fc->index); }
+
+static int index_of(struct fiber_arena* a, uint32_t i)
+{
+    return (a - fiber_arenas) * FIBER_SLOTS_PER_ARENA + i;
+}
+
+/*
+ * Bitmaps
+ */
+static inline bool bit(uint64_t* bits, uint32_t i) { return bits[i / 64] >> i % 64 & 1; }
+static inline void set_bit(uint64_t* bits, uint32_t i) { bits[i / 64] |= (uint64_t)1 << i % 64; }
+static inline void clear_bit(uint64_t* bits, uint32_t i)
+{
+    bits[i / 64] &= ~((uint64_t)1 << i % 64);
+}
+
+/* There is one. */
+static uint32_t lowest_bit(uint64_t* bits)
+{
+    uint32_t k = 0;
+    while (!bits[k]) ++k;
+    return k * 64 + __builtin_ctzll(bits[k]);
+}
+
+static uint32_t highest_bit(uint64_t* bits)
+{
+    uint32_t k = FIBER_SLOTS_PER_ARENA/64 - 1;
+    while (!bits[k]) --k;
+    return k * 64 + 63 - __builtin_clzll(bits[k]);
+}
+
+/*
+ * Guards
+ */
 static void lower_guards(struct fiber_arena* a, uint32_t i)
 {
     fiber_lower_guard(fiber_low_guard(a, i), LOW_GUARD_SIZE);
     fiber_lower_guard(fiber_middle_guard(a, i), MIDDLE_GUARD_SIZE);
     fiber_give_stack_guards_back();
-    fiber_slot_context(a, i)->control_stack_start = 0;
 }
 
 static int raise_guards(struct fiber_arena* a, uint32_t i)
@@ -79,137 +126,239 @@ static int raise_guards(struct fiber_arena* a, uint32_t i)
     return -1;
 }
 
-static int carve_slot(int index)
+/*
+ * Warm and cold slots. With the lock, unless they say otherwise.
+ */
+static void put_warm(int index)
 {
-    struct fiber_arena* a = &fiber_arenas[index / FIBER_SLOTS_PER_ARENA];
-    uint32_t i = index % FIBER_SLOTS_PER_ARENA;
-    fiber_slot_context(a, i)->index = index; // a slot that has no guards can be put back
-    if (raise_guards(a, i)) return -1;
-    fiber_lay_out_slot(a, i);
+    struct fiber_arena* a = arena_at(index);
+    struct fiber_stack_class* class = a->class;
+    set_bit(a->warm, index % FIBER_SLOTS_PER_ARENA);
+    ++a->n_warm;
+    ++class->n_warm;
+    if (!class->lowest_warm || a < class->lowest_warm) class->lowest_warm = a;
+    if (!class->highest_warm || a > class->highest_warm) class->highest_warm = a;
+}
+
+static void remove_warm(struct fiber_arena* a, uint32_t i)
+{
+    clear_bit(a->warm, i);
+    --a->n_warm;
+    --a->class->n_warm;
+}
+
+static int take_warm(struct fiber_stack_class* class)
+{
+    struct fiber_arena* a = class->lowest_warm;
+    while (a && !a->n_warm) a = a->next;
+    class->lowest_warm = a;
+    if (!a) return -1;
+    uint32_t i = lowest_bit(a->warm);
+    remove_warm(a, i);
+    return index_of(a, i);
+}
+
+static void put_cold(int index)
+{
+    struct fiber_arena* a = arena_at(index);
+    set_bit(a->cold, index % FIBER_SLOTS_PER_ARENA);
+    ++a->n_cold;
+    if (!a->class->lowest_cold || a < a->class->lowest_cold) a->class->lowest_cold = a;
+    while (a->n_carved && bit(a->cold, a->n_carved - 1)) --a->n_carved;
+}
+
+static void remove_cold(struct fiber_arena* a, uint32_t i)
+{
+    clear_bit(a->cold, i);
+    --a->n_cold;
+    if (a->n_carved <= i) a->n_carved = i + 1;
+}
+
+static bool grow(struct fiber_stack_class* class)
+{
+    struct fiber_arena* a = fiber_add_arena(class->control_size);
+    if (!a) return 0;
+    a->class = class;
+    a->previous = class->last;
+    if (class->last) class->last->next = a;
+    class->last = a;
+    for (uint32_t i = 0; i < a->n_slots; ++i) put_cold(index_of(a, i));
+    fiber_prepare_guards(a->base);
+    return 1;
+}
+
+static int take_cold(struct fiber_stack_class* class)
+{
+    struct fiber_arena* a = class->lowest_cold;
+    while (a && !a->n_cold) a = a->next;
+    if (!a && grow(class)) a = class->last;
+    class->lowest_cold = a;
+    if (!a) return -1;
+    uint32_t i = lowest_bit(a->cold);
+    remove_cold(a, i);
+    return index_of(a, i);
+}
+
+/*
+ * Memory is given back by runs of slots that are next to each other, of which this thread takes
+ * possession for that. A run is told by one word.
+ */
+typedef uword_t fiber_run;
+static fiber_run make_run(int first, uint32_t n, uint32_t n_warm)
+{
+    return first | (uword_t)n << 32 | (uword_t)n_warm << 48;
+}
+static int run_first(fiber_run run) { return run & 0xFFFFFFFF; }
+static uint32_t run_length(fiber_run run) { return run >> 32 & 0xFFFF; }
+static uint32_t run_warm(fiber_run run) { return run >> 48; }
+
+/* How many warm stacks of CLASS are more than what BYTES are enough for. */
+static uword_t surplus(struct fiber_stack_class* class, uword_t bytes)
+{
+    uword_t n = fiber_nearly_no_mappings() ? 0 : bytes / class->memory_of_one;
+    if (fiber_guards_are_mappings() && n > MOST_GUARDED_WARM) n = MOST_GUARDED_WARM;
+    return class->n_warm > n ? class->n_warm - n : 0;
+}
+
+static bool is_free(struct fiber_arena* a, uint32_t i) { return bit(a->warm, i) || bit(a->cold, i); }
+
+static void remove_free(struct fiber_arena* a, uint32_t i)
+{
+    if (bit(a->warm, i)) remove_warm(a, i);
+    else remove_cold(a, i);
+}
+
+/* The highest run in A, with at most MOST that are warm. Cold ones in between and above cost
+ * nothing, and may be what lets a page table go. */
+static fiber_run take_run(struct fiber_arena* a, uword_t most)
+{
+    uint32_t first = highest_bit(a->warm), end = first + 1, n_warm = 1;
+    while (end < a->n_slots && bit(a->cold, end)) ++end;
+    for (; first > 0 && is_free(a, first - 1); --first) {
+        if (!bit(a->warm, first - 1)) continue;
+        if (n_warm == most) break;
+        ++n_warm;
+    }
+    for (uint32_t i = first; i < end; ++i) remove_free(a, i);
+    return make_run(index_of(a, first), end - first, n_warm);
+}
+
+static fiber_run take_run_of_class(struct fiber_stack_class* class, uword_t most)
+{
+    struct fiber_arena* a = class->highest_warm;
+    while (a && !a->n_warm) a = a->previous;
+    class->highest_warm = a;
+    return a ? take_run(a, most) : 0;
+}
+
+/* A run of stacks that are more than BYTES for each class are enough for, or 0. */
+fiber_run fiber_trim_take(uword_t bytes)
+{
+    for (struct fiber_stack_class* class = stack_classes; class->control_size; ++class) {
+        uword_t n = surplus(class, bytes);
+        if (n) return take_run_of_class(class, n);
+    }
     return 0;
 }
 
-static struct fiber_arena* arena_of(struct fiber_context* fc)
+/* Without the lock. New memory in its place takes pages, guards and page tables away at once. True
+ * if it worked: there may be no mapping left for doing so. */
+int fiber_trim_release(fiber_run run)
 {
-    return &fiber_arenas[fc->index / FIBER_SLOTS_PER_ARENA];
+    struct fiber_arena* a = arena_at(run_first(run));
+    char* start = fiber_low_guard(a, run_first(run) % FIBER_SLOTS_PER_ARENA);
+    uword_t size = run_length(run) * a->stride;
+    if (mmap(start, size, PROT_READ|PROT_WRITE,
+             MAP_FIXED|MAP_PRIVATE|MAP_ANONYMOUS|MAP_NORESERVE, -1, 0) == MAP_FAILED) return 0;
+    madvise(start, size, MADV_NOHUGEPAGE); // so that it is one mapping with its neighbours again
+    for (uint32_t n = run_warm(run); n > 0; --n) fiber_give_stack_guards_back();
+    return 1;
 }
 
-static uword_t slot_end(struct fiber_arena* a, struct fiber_context* fc)
+/* The slots of RUN, which have been RELEASED or are as they were, are anybody's again. */
+void fiber_trim_put(fiber_run run, int released)
 {
-    uint32_t i = fc->index % FIBER_SLOTS_PER_ARENA;
-    return (uword_t)a->base + (i + 1) * a->stride;
+    for (int i = run_first(run), end = i + run_length(run); i < end; ++i)
+        if (!released && fiber_context_of(i)->control_stack_start) put_warm(i);
+        else put_cold(i);
 }
 
-static struct fiber_stack_class* find_stack_class(uword_t control_size)
+/* There are no mappings for guards on a slot without: take those of a free slot of some size. */
+static void release_one()
 {
-    struct fiber_stack_class* class = stack_classes;
-    while (class->control_size && class->control_size != control_size) ++class;
-    class->control_size = control_size;
-    return class;
+    for (struct fiber_stack_class* class = stack_classes; class->control_size; ++class) {
+        fiber_run run = take_run_of_class(class, 1);
+        if (!run) continue;
+        fiber_trim_put(run, fiber_trim_release(run));
+        return;
+    }
 }
 
-static struct fiber_context* pop(struct fiber_context** list)
+/*
+ * The cached stacks of a carrier
+ */
+static struct fiber_context* pop_cached(struct fiber_carrier* c)
 {
-    struct fiber_context* fc = *list;
-    *list = fc->next_free;
+    struct fiber_context* fc = c->cached;
+    c->cached = fc->next_free;
+    --c->n_cached;
     return fc;
 }
 
-static void push(struct fiber_context** list, struct fiber_context* fc)
+static void push_cached(struct fiber_carrier* c, struct fiber_context* fc)
 {
-    fc->next_free = *list;
-    *list = fc;
-}
-
-/* With the lock, as all that follow until make_empty(). */
-static struct fiber_context* take_guarded(struct fiber_stack_class* class)
-{
-    --n_free_stacks;
-    --n_guarded_free_stacks;
-    return pop(&class->free);
-}
-
-static void put_stack(struct fiber_context* fc)
-{
-    struct fiber_stack_class* class = arena_of(fc)->class;
-    bool guarded = fc->control_stack_start != 0;
-    push(guarded ? &class->free : &class->bare, fc);
-    ++n_free_stacks;
-    n_guarded_free_stacks += guarded;
-}
-
-static void keep_cached(struct fiber_carrier* c, struct fiber_context* fc)
-{
-    push(&c->cached, fc);
+    fc->next_free = c->cached;
+    c->cached = fc;
     ++c->n_cached;
 }
 
-/* Take from the free stacks what the next fibers of the same size will need. */
+/* Take from the warm stacks what the next fibers of the same size will need. */
 static void add_cached(struct fiber_carrier* c, struct fiber_stack_class* class)
 {
     if (!c || fiber_nearly_no_mappings()) return;
-    while (c->n_cached < MOST_CACHED/2 && class->free) keep_cached(c, take_guarded(class));
+    while (c->n_cached < MOST_CACHED/2 && class->n_warm)
+        push_cached(c, fiber_context_of(take_warm(class)));
 }
 
 static void free_cached(struct fiber_carrier* c, int but)
 {
-    for (; c->n_cached > but; --c->n_cached) put_stack(pop(&c->cached));
+    while (c->n_cached > but) put_warm(pop_cached(c)->index);
 }
 
-/* There are no mappings for guards on a slot without: take those of a free slot of some size. */
-static void lower_guards_of_one()
-{
-    for (struct fiber_stack_class* class = stack_classes; class->control_size; ++class)
-        if (class->free) {
-            struct fiber_context* fc = take_guarded(class);
-            lower_guards(arena_of(fc), fc->index % FIBER_SLOTS_PER_ARENA);
-            put_stack(fc);
-            return;
-        }
-}
-
-static int reserve_slot(struct fiber_stack_class* class)
-{
-    struct fiber_arena* a = class->last;
-    if (!a || a->n_carved == a->n_slots) {
-        a = class->last = fiber_add_arena(class->control_size);
-        if (!a) return -1;
-        a->class = class;
-        fiber_prepare_guards(a->base);
-    }
-    return (a - fiber_arenas) * FIBER_SLOTS_PER_ARENA + a->n_carved++;
-}
+/*
+ * What Lisp calls
+ */
 
 /* The number of a slot for CONTROL_SIZE usable bytes of control stack that is the caller's now, or
- * -1 if there is no memory for it. To the collector it is free. */
+ * -1 if there is no memory for it. To the collector it is free. With the lock. */
 int fiber_stack_reserve(uword_t control_size)
 {
     struct fiber_stack_class* class = find_stack_class(round_stack_size(control_size));
-    if (class->free) {
-        int index = take_guarded(class)->index;
-        add_cached(fiber_this_carrier(), class);
-        return index;
-    }
-    if (fiber_mappings_exhausted()) lower_guards_of_one();
-    if (!class->bare) return reserve_slot(class);
-    --n_free_stacks;
-    return pop(&class->bare)->index;
+    int index = take_warm(class);
+    if (index >= 0) add_cached(fiber_this_carrier(), class);
+    else if (fiber_mappings_exhausted()) release_one();
+    return index >= 0 ? index : take_cold(class);
 }
 
-/* Let others have the slot number INDEX. */
-void fiber_stack_put_back(int index)
+/* Let others have the slot number INDEX. With the lock. True if there is more memory now in warm
+ * stacks of its class than there should be, which is BYTES, and it is worth while to trim them. */
+int fiber_stack_put_back(int index, uword_t bytes)
 {
     struct fiber_carrier* c = fiber_this_carrier();
+    struct fiber_stack_class* class = arena_at(index)->class;
     if (c) free_cached(c, MOST_CACHED/2);
-    put_stack(fiber_context_of(index));
+    if (fiber_context_of(index)->control_stack_start) put_warm(index);
+    else put_cold(index);
+    return surplus(class, bytes) > class->n_warm / 8 + MOST_CACHED;
 }
 
-/* This carrier is about to end. */
+/* This carrier keeps none any more. With the lock. */
 void fiber_carrier_free_cached() { free_cached(fiber_this_carrier(), 0); }
 
 static struct fiber_context* make_empty(struct fiber_context* fc)
 {
-    fc->alien_stack_pointer = (lispobj*)slot_end(arena_of(fc), fc);
+    struct fiber_arena* a = arena_of(fc);
+    fc->alien_stack_pointer = (lispobj*)(fiber_low_guard(a, fc->index % FIBER_SLOTS_PER_ARENA) + a->stride);
     fc->binding_stack_pointer = fc->binding_stack_start;
     fc->control_stack_pointer = fc->control_stack_end;
     fc->catch_block = fc->unwind_protect_block = 0;
@@ -223,34 +372,45 @@ struct fiber_context* fiber_stack_take_cached(uword_t control_size)
 {
     struct fiber_carrier* c = fiber_this_carrier();
     control_size = round_stack_size(control_size);
-    if (!c || !c->cached || arena_of(c->cached)->class->control_size != control_size) return 0;
-    --c->n_cached;
-    return make_empty(pop(&c->cached));
+    if (!c || !c->cached || arena_of(c->cached)->control_size != control_size) return 0;
+    return make_empty(pop_cached(c));
 }
 
 /* The stack in the slot number INDEX, which is the caller's; or 0 if there is no memory or no
  * mapping left for its guards: then put it back. */
 struct fiber_context* fiber_stack_prepare(int index)
 {
+    struct fiber_arena* a = arena_at(index);
+    uint32_t i = index % FIBER_SLOTS_PER_ARENA;
     struct fiber_context* fc = fiber_context_of(index);
-    if (!fc->control_stack_start && carve_slot(index)) return 0;
+    // Written before anything is read. To read a fresh page maps the page of zeros, and to write it
+    // then is a second fault, after which other processors must be interrupted.
+    fc->index = index;
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+    if (!fc->control_stack_start) {
+        if (raise_guards(a, i)) return 0;
+        fiber_lay_out_slot(a, i);
+    }
     return make_empty(fc);
 }
 
-static bool too_many_guarded()
+/* How much memory has the control stack of FC? What lies deeper than what is looked at is rare. */
+static uword_t memory_of(struct fiber_context* fc)
 {
-    return fiber_nearly_no_mappings()
-        || (fiber_guards_are_mappings() && n_guarded_free_stacks >= MOST_GUARDED_FREE);
+    unsigned char pages[MOST_SAMPLED_PAGES];
+    uword_t page = HARD_GUARD_SIZE, size = context_page(fc) - control_base(fc), n = 2;
+    if (size > sizeof pages * page) size = sizeof pages * page;
+    if (!mincore(context_page(fc) - size, size, pages))
+        for (uword_t i = 0; i < size / page; ++i) n += pages[i] & 1;
+    return n * page;
 }
 
-/* Give back the pages of a stack but the one that holds its context. */
-static void release_pages(struct fiber_arena* a, struct fiber_context* fc)
+static void sample(struct fiber_carrier* c, struct fiber_context* fc)
 {
-    char* above = context_page(fc) + HARD_GUARD_SIZE;
-    madvise(control_base(fc), context_page(fc) - control_base(fc), MADV_DONTNEED);
-    madvise(above, binding_end(fc) - above, MADV_DONTNEED);
-    char* alien = alien_base(fc);
-    madvise(alien, slot_end(a, fc) - (uword_t)alien, MADV_DONTNEED);
+    uword_t* mean = &arena_of(fc)->class->memory_of_one;
+    if (c && ++c->n_left % SAMPLE_INTERVAL) return;
+    uword_t old = __atomic_load_n(mean, __ATOMIC_RELAXED);
+    __atomic_store_n(mean, old - old / 8 + memory_of(fc) / 8, __ATOMIC_RELAXED);
 }
 
 /* The stack belongs to no fiber: its own has ended, and another stack is running. True if this
@@ -260,11 +420,9 @@ int fiber_stack_retire(struct fiber_context* fc)
     struct fiber_carrier* c = fiber_this_carrier();
     *fc->state_cell = FIBER_STACK_FREE;
     fiber_close_all_reserves(fc);
-    bool surplus = n_free_stacks >= fiber_stack_high_water, too_many = too_many_guarded();
-    if (surplus) release_pages(arena_of(fc), fc);
-    if (too_many) lower_guards(arena_of(fc), fc->index % FIBER_SLOTS_PER_ARENA);
-    if (!c || surplus || too_many || c->n_cached == MOST_CACHED) return 0;
-    keep_cached(c, fc);
+    sample(c, fc);
+    if (!c || c->n_cached == MOST_CACHED || fiber_nearly_no_mappings()) return 0;
+    push_cached(c, fc);
     return 1;
 }
 

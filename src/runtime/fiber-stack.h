@@ -123,12 +123,16 @@ struct fiber_arena {
     char* base;
     uword_t stride;
     uword_t control_size;         // usable bytes of control stack, reserve excluded
-    struct fiber_stack_class* class;
     uint32_t n_slots;
-    uint32_t n_carved;            // slots from here on were never reserved
-    bool looked_at;               // by this collection
+    uint32_t n_carved;            // slots from here on are cold
     unsigned char* state;
     struct fiber_positions* positions; // or 0: its cards may be the heap's
+    bool looked_at;               // by this collection
+    // what fiber-stack.c keeps
+    struct fiber_stack_class* class;
+    struct fiber_arena *previous, *next; // of the same class
+    uint32_t n_warm, n_cold;
+    uint64_t warm[FIBER_SLOTS_PER_ARENA/64], cold[FIBER_SLOTS_PER_ARENA/64];
 };
 
 /* What arenas have in common whose cards are the same, see fiber-card.c. */
@@ -163,6 +167,7 @@ struct fiber_carrier {
     unsigned char state;
     struct fiber_context* cached;
     int n_cached;
+    unsigned int n_left;          // stacks that fibers have left here
 };
 
 /*

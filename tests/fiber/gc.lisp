@@ -310,17 +310,17 @@ again."
 
 ;;; Prevents: pages of a stack given back while somebody uses them.
 (test stacks-that-give-back-their-pages
-  (macrolet ((high-water ()
-               `(sb-alien:extern-alien "fiber_stack_high_water" sb-alien:unsigned-long)))
-    (let ((usual (high-water)))
-      (unwind-protect
-           (progn (setf (high-water) 0)
-                  (on-carriers (n)
-                    (loop repeat 5
-                          do (is (all-true-p
-                                  (in-fibers n 50
-                                             (lambda (i) (recurse-with-data (mod i 12) i))))))))
-        (setf (high-water) usual)))))
+  (let ((usual *cached-stack-bytes*))
+    (unwind-protect
+         (progn (setf *cached-stack-bytes* 0)
+                (on-carriers (n)
+                  (loop repeat 5
+                        do (is (all-true-p
+                                (in-fibers n 200
+                                           (lambda (i)
+                                             (when (= 0 (mod i 10)) (trim-stacks))
+                                             (recurse-with-data (mod i 12) i))))))))
+      (setf *cached-stack-bytes* usual))))
 
 ;;;; Collections by fibers
 

@@ -152,14 +152,6 @@
 
 ;;;; Memory that is given back
 
-(sb-alien:define-alien-variable "fiber_stack_high_water" sb-alien:unsigned-long)
-
-(defun call-with-high-water (function n)
-  (let ((old fiber-stack-high-water))
-    (setf fiber-stack-high-water n)
-    (unwind-protect (funcall function)
-      (setf fiber-stack-high-water old))))
-
 (defun words-of (fiber)
   "Addresses in each of its stacks, far from the context."
   (destructuring-bind (low zone base binding binding-zone middle alien-zone alien end)
@@ -167,23 +159,87 @@
     (declare (ignore low zone middle alien-zone))
     (list base (+ base (* 100 kib)) (+ binding page) (- binding-zone 8) alien (- end 8))))
 
-(defun use-stack-again ()
-  "Write all over a stack, free it, and return what is left of it when it is used again."
+(defun use-stack-again (in-between)
+  "Write all over a stack, free it, call IN-BETWEEN, and return what is left of it when it is used
+again."
+  (trim-stacks)                         ; so that the lowest stack is the next, both times
   (flet ((word (address) (sb-sys:sap-ref-word (sb-sys:int-sap address) 0)))
     (let (context)
       (with-stack (fiber)
         (setf context (context fiber))
         (dolist (address (words-of fiber))
           (setf (sb-sys:sap-ref-word (sb-sys:int-sap address) 0) 77)))
+      (funcall in-between)
       (with-stack (fiber)
         (assert (= context (context fiber)))
         (assert (guards-up-p fiber (* 256 kib)))
         (mapcar #'word (words-of fiber))))))
 
 ;;; Prevents: ten thousand fibers that once had deep stacks, whose memory stays the process's.
-(test surplus-stacks-give-their-pages-back
-  (is (equal '(0 0 0 0 0 0) (call-with-high-water #'use-stack-again 0)))
-  (is (equal '(77 77 77 77 77 77) (call-with-high-water #'use-stack-again 1000000))))
+(test stacks-that-are-trimmed-have-no-memory
+  (is (equal '(0 0 0 0 0 0) (use-stack-again #'trim-stacks)))
+  (is (equal '(77 77 77 77 77 77) (use-stack-again (lambda ())))))
+
+(defun bytes-of (field)
+  (with-open-file (in "/proc/self/status")
+    (loop for line = (read-line in)
+          when (eql 0 (search field line))
+            return (* 1024 (parse-integer line :start (length field) :junk-allowed t)))))
+
+;;; Prevents: page tables that stay, and memory that stays because the mean is not measured.
+(test memory-of-many-stacks-comes-back
+  (trim-stacks)
+  (flet ((bytes ()
+           (list (bytes-of "VmRSS:") (bytes-of "VmPTE:"))))
+    (let ((before (bytes)) (between nil) (after nil))
+      (call-with-stacks (lambda (fibers)
+                          (dolist (fiber fibers)
+                            (loop for address in (words-of fiber)
+                                  do (setf (sb-sys:sap-ref-8 (sb-sys:int-sap address) 0) 1)))
+                          (setf between (bytes)))
+                        3000)
+      (trim-stacks)
+      (setf after (bytes))
+      (loop for b in before for m in between for a in after
+            do (is (< (- a b) (/ (- m b) 10)) "~D before, ~D with stacks, ~D after" b m a)))))
+
+(defmacro with-cached-stack-bytes ((bytes) &body body)
+  `(let ((usual *cached-stack-bytes*))
+     (setf *cached-stack-bytes* ,bytes)
+     (unwind-protect (progn ,@body)
+       (setf *cached-stack-bytes* usual))))
+
+;;; Prevents: a limit that nobody looks at.
+(test stacks-beyond-the-limit-are-trimmed
+  (trim-stacks)
+  (with-cached-stack-bytes (1000000)
+    (let ((before (bytes-of "VmRSS:")))
+      (call-with-stacks (lambda (fibers)
+                          (dolist (fiber fibers)
+                            (dolist (address (words-of fiber))
+                              (setf (sb-sys:sap-ref-8 (sb-sys:int-sap address) 0) 1))))
+                        3000)
+      (is (< (- (bytes-of "VmRSS:") before) 20000000)))))
+
+;;; Prevents: a run that takes along a stack in use between free ones.
+(test trimming-leaves-stacks-in-use-alone
+  (call-with-stacks
+   (lambda (fibers)
+     (let ((kept (loop for fiber in fibers for i from 0 when (= 0 (mod i 7)) collect fiber)))
+       (dolist (fiber fibers)
+         (dolist (address (words-of fiber))
+           (setf (sb-sys:sap-ref-word (sb-sys:int-sap address) 0) (index fiber))))
+       (mapc #'release (set-difference fibers kept))
+       (trim-stacks)
+       (is (loop for fiber in kept
+                 always (loop for address in (words-of fiber)
+                              always (= (index fiber)
+                                        (sb-sys:sap-ref-word (sb-sys:int-sap address) 0)))))
+       (is (every (lambda (fiber) (guards-up-p fiber (* 256 kib))) kept))
+       (dolist (fiber (set-difference fibers kept)) (allocate fiber))
+       (is (every (lambda (fiber) (guards-up-p fiber (* 256 kib))) fibers))
+       (is (= 2000 (length (remove-duplicates (mapcar #'index fibers)))))))
+   2000))
 
 ;;;; The table of the living
 

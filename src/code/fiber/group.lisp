@@ -230,6 +230,9 @@ interrupts off."
                 (queue-interruption fiber #'sb-thread:abort-thread))))
     (mapc #'notify-of-interruption (remove-if-not #'abort-p fibers))))
 
+;;; Programs that run some fibers again and again are not to make the stacks anew.
+(defconstant +stack-bytes-without-group+ (* 1024 1024))
+
 (defun stop-group (group)
   "End the carriers of GROUP, which is closed and of which no fiber is alive."
   (cas *default-group* group nil)
@@ -245,6 +248,7 @@ interrupts off."
   (dolist (thread (fiber-group-retired group))
     (sb-thread:join-thread thread :default nil))
   (release-group group)
+  (trim-stacks-to (min *cached-stack-bytes* +stack-bytes-without-group+))
   (unless *groups* (dismiss-idle-threads)))
 
 (defun release-group (group)

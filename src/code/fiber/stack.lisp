@@ -131,11 +131,47 @@ says so."))
 (defmacro with-stacks-lock (&body body)
   `(with-tiny-lock (*stacks-lock*) ,@body))
 
+(declaim (type (unsigned-byte 62) *cached-stack-bytes*))
+(define-load-time-global *cached-stack-bytes* (* 64 1024 1024)
+  "How many bytes of memory stacks that no fiber has may keep for the next fibers, about, for each
+size of stacks; by default 67108864. What is more is given back to the operating system. A global
+variable: it can be set and not be bound.")
+
+;;; The slots of a run belong to nobody but this thread meanwhile. With interrupts off.
+(declaim (ftype (sfunction ((unsigned-byte 62)) boolean) trim-one-run))
+(defun trim-one-run (bytes)
+  "Let a run of free stacks give its memory back, if free stacks have more than BYTES for each size.
+Return false if there was none, or it was not possible."
+  (let ((run (with-stacks-lock
+               (truly-the (unsigned-byte 62)
+                          (alien-funcall (extern-alien "fiber_trim_take"
+                                                       (function unsigned unsigned))
+                                         bytes)))))
+    (unless (= run 0)
+      (let ((released (alien-funcall (extern-alien "fiber_trim_release" (function int unsigned))
+                                     run)))
+        (with-stacks-lock
+          (alien-funcall (extern-alien "fiber_trim_put" (function void unsigned int)) run released)
+          nil)
+        (/= released 0)))))
+
+(declaim (ftype (sfunction ((unsigned-byte 62)) null) trim-stacks-to))
+(defun trim-stacks-to (bytes)
+  (loop while (without-interrupts (trim-one-run bytes))))
+
+(defun trim-stacks ()
+  "Give the memory of all stacks that no fiber has back to the operating system, but for those that
+carriers keep for themselves, which are at most 64 each. Return no values. It is done without being
+asked for what is more than *CACHED-STACK-BYTES*, and when a group is finished."
+  (trim-stacks-to 0)
+  (values))
+
+(declaim (ftype (sfunction ((unsigned-byte 24)) null) put-stack-back))
 (defun put-stack-back (index)
-  (declare (type (unsigned-byte 24) index))
-  (with-stacks-lock
-    (alien-funcall (extern-alien "fiber_stack_put_back" (function void int)) index)
-    nil))
+  (when (/= 0 (with-stacks-lock
+                (alien-funcall (extern-alien "fiber_stack_put_back" (function int int unsigned))
+                               index *cached-stack-bytes*)))
+    (trim-stacks-to *cached-stack-bytes*)))
 
 (defun reserve-stack (size)
   "The index of a stack of SIZE bytes that no other fiber can get, or NIL."
