@@ -401,12 +401,39 @@ take too long."
                 (min (1+ +ticks-per-look+) (+ ticks (if fast +ticks-per-reading+ 1))))
           nil))))
 
+;;; When many fibers are runnable, what each needs to go on has left the caches since it ran last:
+;;; its structure, its context, and the newest frames, which lie right below that. The structure is
+;;; fetched first, as it tells where the rest is.
+(declaim (inline prefetch-queued))
+(defun prefetch-queued (queue)
+  "Prefetch what two fibers need that have their turn some time after the next of QUEUE. For the
+owner."
+  (declare (optimize speed (safety 0)))
+  (let ((head (run-queue-head queue)) (ring (run-queue-ring queue)))
+    (when (> (truly-the fixnum (- (run-queue-tail queue) head)) 8)
+      (let ((soon (svref ring (run-queue-place (truly-the fixnum (+ head 4)))))
+            (later (int-sap (get-lisp-obj-address
+                             (svref ring (run-queue-place (truly-the fixnum (+ head 8))))))))
+        (%prefetch later 0)
+        (%prefetch later 64)
+        (%prefetch later 128)
+        (%prefetch later 192)
+        (when (fiber-p soon)            ; a thief may have taken it
+          (let ((context (context-of soon)))
+            (%prefetch context 0)
+            (%prefetch context 64)
+            (%prefetch context -64)
+            (%prefetch context -128)
+            (%prefetch context -192)))))
+    nil))
+
 (defun next-in-queue (carrier scheduler)
   "The next fiber to run, or NIL if it is time to look around, or nothing is queued."
   (unless (or (let ((ticks (incf (scheduler-ticks scheduler))))
                 (and (>= ticks (scheduler-next-reading scheduler))
                      (time-to-look-p scheduler ticks)))
               (carrier-inbox carrier))
+    (prefetch-queued (scheduler-queue scheduler))
     (or (run-queue-take (scheduler-queue scheduler))
         (and *force-migration*
              (take-migrant (truly-the fiber-group (scheduler-group scheduler)))))))

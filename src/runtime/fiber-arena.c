@@ -30,7 +30,7 @@
  * The states of a stack, and who makes each move. Every one is made where the collector cannot stop
  * the thread, or with the world stopped.
  *
- *     FREE                     no fiber has it, or one does not begin yet; fiber-stack.c knows
+ *     FREE                     no fiber has it, or one does not begin yet; fiber-free.c knows
  *                              whether it has memory
  *       -> ACTIVE              PREPARE-STACK in code/fiber/stack.lisp, all that is on it being laid
  *                              out

@@ -128,7 +128,7 @@ struct fiber_arena {
     unsigned char* state;
     struct fiber_positions* positions; // or 0: its cards may be the heap's
     bool looked_at;               // by this collection
-    // what fiber-stack.c keeps
+    // what fiber-free.c keeps
     struct fiber_stack_class* class;
     struct fiber_arena *previous, *next; // of the same class
     uint32_t n_warm, n_cold;
@@ -154,11 +154,23 @@ static inline struct fiber_context* fiber_slot_context(struct fiber_arena* a, ui
     return (struct fiber_context*)(boundary - 2*KIB + (i % 8) * 64);
 }
 
+static inline struct fiber_arena* fiber_arena_at(int index)
+{
+    return &fiber_arenas[index / FIBER_SLOTS_PER_ARENA];
+}
+
 static inline struct fiber_context* fiber_context_of(int index)
 {
-    return fiber_slot_context(&fiber_arenas[index / FIBER_SLOTS_PER_ARENA],
-                              index % FIBER_SLOTS_PER_ARENA);
+    return fiber_slot_context(fiber_arena_at(index), index % FIBER_SLOTS_PER_ARENA);
 }
+
+/* All stacks of one size. */
+struct fiber_stack_class {
+    uword_t control_size;         // usable bytes of control stack, reserve excluded
+    struct fiber_arena *last, *lowest_warm, *highest_warm, *lowest_cold;
+    uword_t n_warm;
+    uword_t memory_of_one;        // bytes, the mean of some that were measured
+};
 
 /* A carrier's own context, and the stacks that it keeps for itself, guards up, so that carriers
  * which start and end fibers do not meet at the lock. */
@@ -214,6 +226,16 @@ extern char* fiber_low_guard(struct fiber_arena*, uint32_t i);
 extern char* fiber_middle_guard(struct fiber_arena*, uint32_t i);
 extern int fiber_index_at(char* addr);
 extern struct fiber_context* fiber_context_at(char* addr);
+
+/* fiber-free.c: which stacks are free, and which of these have memory. */
+extern uword_t fiber_round_stack_size(uword_t);
+extern struct fiber_stack_class* fiber_find_stack_class(uword_t control_size);
+extern void fiber_put_warm(int index);
+extern void fiber_put_cold(int index);
+extern int fiber_take_warm(struct fiber_stack_class*);
+extern int fiber_take_cold(struct fiber_stack_class*);
+extern uword_t fiber_surplus(struct fiber_stack_class*, uword_t bytes);
+extern void fiber_release_one(void);
 
 /* fiber-roots.c: what the collector need not look up on a stack again. */
 struct fiber_roots { struct chunk* chunk; uword_t n_words; };

@@ -16,20 +16,24 @@
     (funcall function)
     (/ (- (nanoseconds) start) 1000000)))
 
+(defun in-fiber (group function)
+  (fiber-join (submit-fiber group (make-fiber function))))
+
 (defun parked (group n function)
-  "N fibers of GROUP that have called FUNCTION, which parks, in a vector."
+  "N fibers of GROUP that have called FUNCTION, which parks, in a vector. A fiber makes them."
   (let ((fibers (make-array n)) (left (list n)))
-    (dotimes (i n)
-      (setf (svref fibers i)
-            (submit-fiber group (make-fiber (lambda ()
-                                              (sb-ext:atomic-decf (car left))
-                                              (funcall function))))))
+    (flet ((begin ()
+             (sb-ext:atomic-decf (car left))
+             (funcall function)))
+      (in-fiber group (lambda ()
+                        (dotimes (i n)
+                          (setf (svref fibers i) (submit-fiber group (make-fiber #'begin)))))))
     (loop until (= 0 (car left)) do (sleep 1/1000))
     fibers))
 
 (defun wake-all (group fibers)
   "Unpark FIBERS from a fiber of GROUP, and return when they have ended."
-  (fiber-join (submit-fiber group (make-fiber (lambda () (map nil #'fiber-unpark fibers)))))
+  (in-fiber group (lambda () (map nil #'fiber-unpark fibers)))
   (map nil #'fiber-join fibers))
 
 (defun bench-idle (n)

@@ -12,7 +12,7 @@
 (in-package "SB-FIBER")
 
 ;;; Where stacks lie is the business of runtime/fiber-arena.c, which are free that of
-;;; runtime/fiber-stack.c, how they are guarded that of runtime/fiber-reserve.c. Here a fiber gets one, and what it starts with is laid out on it.
+;;; runtime/fiber-free.c, how they are guarded that of runtime/fiber-reserve.c. Here a fiber gets one, and what it starts with is laid out on it.
 ;;;
 ;;; What is true when nobody is inside:
 ;;;  - a fiber has a context from its submission to its end, and while it has one it is in
@@ -132,9 +132,9 @@ says so."))
   `(with-tiny-lock (*stacks-lock*) ,@body))
 
 (declaim (type (unsigned-byte 62) *cached-stack-bytes*))
-(define-load-time-global *cached-stack-bytes* (* 64 1024 1024)
+(define-load-time-global *cached-stack-bytes* (* 128 1024 1024)
   "How many bytes of memory stacks that no fiber has may keep for the next fibers, about, for each
-size of stacks; by default 67108864. What is more is given back to the operating system. A global
+size of stacks; by default 134217728. What is more is given back to the operating system. A global
 variable: it can be set and not be bound.")
 
 ;;; The slots of a run belong to nobody but this thread meanwhile. With interrupts off.

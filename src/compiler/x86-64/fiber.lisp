@@ -94,6 +94,16 @@
   (:arg-types system-area-pointer)
   (:generator 2 (inst cmp :byte (ea where) 0)))
 
+;;; Have the line at WHERE in the cache soon. It need not be an address of anything.
+(defknown sb-fiber::%prefetch (system-area-pointer (signed-byte 32)) (values) ())
+(define-vop (sb-fiber::%prefetch)
+  (:translate sb-fiber::%prefetch)
+  (:policy :fast-safe)
+  (:args (where :scs (sap-reg)))
+  (:info offset)
+  (:arg-types system-area-pointer (:constant (signed-byte 32)))
+  (:generator 1 (inst prefetch :t0 (ea offset where))))
+
 ;;; A function with dynamic extent sets variables of the frame that made it, which may be on the
 ;;; stack of another fiber: then the collector must scan that.
 (defun mark-ancestor-frame (frame-pointer variable-home card)
