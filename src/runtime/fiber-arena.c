@@ -28,7 +28,8 @@
  *  - state[i] of an arena is FREE, or the context of slot i is valid.
  *
  * The states of a stack, and who makes each move. Every one is made where the collector cannot stop
- * the thread, or with the world stopped.
+ * the thread, or with the world stopped; but for those to FREE, before which the stack is a
+ * suspended one that nobody needs.
  *
  *     FREE                     no fiber has it, or one does not begin yet; fiber-free.c knows
  *                              whether it has memory
@@ -91,7 +92,7 @@ struct fiber_arena* fiber_add_arena(uword_t control_size)
     struct fiber_arena* a = &fiber_arenas[n];
     a->control_size = control_size;
     a->stride = slot_stride(control_size);
-    uword_t fit = FIBER_ARENA_BYTES / a->stride;
+    uword_t fit = (FIBER_ARENA_BYTES - FIBER_ARENA_SLACK) / a->stride;
     a->n_slots = fit < 1 ? 1 : fit > FIBER_SLOTS_PER_ARENA ? FIBER_SLOTS_PER_ARENA : fit;
     a->n_carved = 0;
     a->state = states[n];

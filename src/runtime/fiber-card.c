@@ -30,10 +30,13 @@
  * heap's, all of whose free pages are marked.
  *
  * The part of the stacks is divided into *windows* of the size of an arena. There are more arenas
- * than windows, so slot i of an arena has its cards in common with slot i of each other arena of
- * the same class in the same window: that is a *position*. What is done once for a position is
- * done for some hundred stacks, which is why a million of them can be tested in a moment; and a
- * mark costs the scan of some hundred stacks.
+ * than windows, so slot i of an arena has its cards in common with slot i of other arenas of the
+ * same class in the same window: that is a *position*. What is done once for a position is done for
+ * some stacks, which is why a million of them can be tested in a moment; and a mark costs the scan
+ * of some stacks. Fibers that run mark cards of their own stacks all the time. So arenas in the same
+ * window are shifted against each other, by more than what is usually live of a stack: there are
+ * fewer stacks at a position, and the marks of positions that differ by a shift are in a line of the
+ * cache, which is what a test costs.
  *
  * What is true when the world is about to be started: of the cards of each position, from the upper
  * end of the stack on, the first deepest[i] are not marked; and the live part of each OLD stack
@@ -50,7 +53,8 @@ int fiber_card_table_bits(int nbits)
 {
     uword_t heap = dynamic_space_size;
     uword_t part = heap < FIBER_ARENA_BYTES ? FIBER_ARENA_BYTES : heap;
-    while (((uword_t)1 << (nbits + GENCGC_CARD_SHIFT)) < heap + part) ++nbits;
+    // There may be no more than 31, see compute_card_table_size().
+    while (nbits < 31 && ((uword_t)1 << (nbits + GENCGC_CARD_SHIFT)) < heap + part) ++nbits;
     return nbits;
 }
 
@@ -59,7 +63,9 @@ int fiber_card_table_bits(int nbits)
  * reservation, of which arenas get a window each.
  */
 static char* next_place;
-static uword_t n_places_left;
+static uword_t n_places_left, n_blocks;
+#define SHIFT (16*KIB)
+#define N_SHIFTS (FIBER_ARENA_SLACK / SHIFT + 1)
 
 static uword_t n_windows() { return (span() - dynamic_space_size) / FIBER_ARENA_BYTES; }
 
@@ -75,14 +81,16 @@ static bool reserve_block()
     if (block + size < start + all) munmap(block + size, start + all - block - size);
     next_place = block;
     n_places_left = n_windows();
+    ++n_blocks;
     return 1;
 }
 
 /* With the lock. SIZE bytes whose cards are none of the heap's, or 0. */
 char* fiber_place_beside_heap(uword_t size)
 {
-    if (size > FIBER_ARENA_BYTES || !n_windows() || (!n_places_left && !reserve_block())) return 0;
-    void* place = mmap(next_place, size, PROT_READ|PROT_WRITE,
+    if (size > FIBER_ARENA_BYTES - FIBER_ARENA_SLACK || !n_windows()
+        || (!n_places_left && !reserve_block())) return 0;
+    void* place = mmap(next_place + n_blocks % N_SHIFTS * SHIFT, size, PROT_READ|PROT_WRITE,
                        MAP_FIXED|MAP_PRIVATE|MAP_ANONYMOUS|MAP_NORESERVE, -1, 0);
     if (place == MAP_FAILED) return 0;
     next_place += FIBER_ARENA_BYTES;
@@ -119,8 +127,11 @@ static uword_t last_card(struct fiber_positions* p, uint32_t i)
 
 static bool any_marked(struct fiber_positions* p, uint32_t i)
 {
-    uword_t last = last_card(p, i);
-    for (uint32_t n = 0; n < p->deepest[i]; ++n)
+    uword_t last = last_card(p, i) & gc_card_table_mask;
+    uint32_t depth = p->deepest[i];
+    if (depth <= 8 && last >= 7)  // nearly always: all at once
+        return ~*(uint64_t*)&gc_card_mark[last - 7] >> (64 - 8*depth);
+    for (uint32_t n = 0; n < depth; ++n)
         if (gc_card_mark[(last - n) & gc_card_table_mask] != CARD_UNMARKED) return 1;
     return 0;
 }

@@ -118,6 +118,7 @@ static inline char* steps_start(struct fiber_context* fc, int stack, int from, i
 #define FIBER_SLOTS_PER_ARENA 1024
 #define FIBER_MAX_ARENAS 16384
 #define FIBER_ARENA_BYTES ((uword_t)512*KIB*KIB)
+#define FIBER_ARENA_SLACK ((uword_t)112*KIB) // see fiber-card.c
 
 struct fiber_arena {
     char* base;

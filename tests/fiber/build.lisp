@@ -22,7 +22,9 @@
   (is (member :sb-fiber *features*))
   (is (find-package "SB-FIBER"))
   ;; A fasl is not for a build with other mutexes than those it was made for.
-  (is (search "SB-FIBER" (sb-fasl::compute-features-affecting-fasl-format))))
+  (is (search "SB-FIBER" (sb-fasl::compute-features-affecting-fasl-format)))
+  ;; Nor for one whose compiler left out marks that the collector needs.
+  (is (/= 78 sb-fasl::+fasl-file-version+)))
 
 ;;; Prevents: patches that are not tried where nothing has been built, so that a release seems to
 ;;; take them all.

@@ -245,3 +245,9 @@ often was it lost?"
                          :heap size
                          :environment '("SB_FIBER_TEST_HEAP=1"))
         (is (= 0 code) "With ~A of heap:~%~A" size output)))))
+
+;;; The table of cards cannot be as large as it would have to be.
+(test heap-without-cards-for-stacks
+  (is (equal "(1 2)" (child-result '(princ (run-fibers (list (make-fiber (lambda () 1))
+                                                        (make-fiber (lambda () (sb-ext:gc) 2)))))
+                                   :heap "1100GB"))))
