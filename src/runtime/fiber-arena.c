@@ -75,7 +75,7 @@ static bool place_arena(struct fiber_arena* a)
     uword_t size = a->n_slots * a->stride;
     a->positions = 0;
     a->base = fiber_place_beside_heap(size);
-    if (a->base) a->positions = fiber_find_positions(a);
+    if (a->base) fiber_find_positions(a);
     else if ((a->base = mmap(0, size, PROT_READ|PROT_WRITE,
                              MAP_PRIVATE|MAP_ANONYMOUS|MAP_NORESERVE, -1, 0)) == MAP_FAILED)
         return 0;

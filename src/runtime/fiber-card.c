@@ -64,7 +64,7 @@ int fiber_card_table_bits(int nbits)
  */
 static char* next_place;
 static uword_t n_places_left, n_blocks;
-#define SHIFT (16*KIB)
+#define SHIFT (8*KIB)
 #define N_SHIFTS (FIBER_ARENA_SLACK / SHIFT + 1)
 
 static uword_t n_windows() { return (span() - dynamic_space_size) / FIBER_ARENA_BYTES; }
@@ -99,53 +99,107 @@ char* fiber_place_beside_heap(uword_t size)
 }
 
 /*
- * Positions
+ * Positions. Those of slot I with all shifts are near each other: if none of a *band* of cards is
+ * marked, which has all of these unless a stack was deep, none of them is.
  */
+enum {
+    CARDS_OF_SHIFT = SHIFT / GENCGC_CARD_BYTES,
+    BAND_DEPTH = 8                // of each position
+};
+_Static_assert(CARDS_OF_SHIFT % 8 == 0 && BAND_DEPTH == 8, "a band is looked at by words");
+
+struct fiber_positions {
+    struct fiber_positions* next;
+    struct fiber_arena* arena;    // one of those that have them
+    char* base;                   // where an arena of the window lies that is not shifted
+    uword_t band;                 // how many cards a band has
+    unsigned char used[FIBER_SLOTS_PER_ARENA];  // some stack that is here was scanned
+    unsigned char deep[FIBER_SLOTS_PER_ARENA];  // one of them has cards outside of the band
+    unsigned char dirty[FIBER_SLOTS_PER_ARENA]; // MARKED is not all 0
+    unsigned char marked[N_SHIFTS][FIBER_SLOTS_PER_ARENA];
+    uint32_t deepest[N_SHIFTS][FIBER_SLOTS_PER_ARENA];
+};
+
 static struct fiber_positions* all_positions;
 
-/* With the lock. 0 if there is no memory. */
-struct fiber_positions* fiber_find_positions(struct fiber_arena* a)
+static struct fiber_positions* make_positions(struct fiber_arena* a, char* base)
 {
-    struct fiber_positions* p = all_positions;
-    while (p && !(p->arena->stride == a->stride
-                  && ((uword_t)p->arena->base - (uword_t)a->base) % span() == 0)) p = p->next;
-    if (p) return p;
-    p = mmap(0, sizeof *p, PROT_READ|PROT_WRITE, MAP_PRIVATE|MAP_ANONYMOUS, -1, 0);
+    struct fiber_positions* p =
+        mmap(0, sizeof *p, PROT_READ|PROT_WRITE, MAP_PRIVATE|MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return 0;
     p->arena = a;
+    p->base = base;
     p->next = all_positions;
     __atomic_store_n(&all_positions, p, __ATOMIC_RELEASE);
     return p;
 }
 
-/* The number of the card of the last word of the stacks at a position, from which others count
- * down. It is not reduced to the table yet. */
-static uword_t last_card(struct fiber_positions* p, uint32_t i)
+/* With the lock. False if there is no memory. A has been placed just now. */
+bool fiber_find_positions(struct fiber_arena* a)
 {
-    return ((uword_t)fiber_slot_context(p->arena, i) - 1) >> GENCGC_CARD_SHIFT;
+    uword_t shift = n_blocks % N_SHIFTS;
+    char* base = a->base - shift * SHIFT;
+    struct fiber_positions* p = all_positions;
+    while (p && !(p->arena->stride == a->stride
+                  && ((uword_t)p->base - (uword_t)base) % span() == 0)) p = p->next;
+    if (!p && !(p = make_positions(a, base))) return 0;
+    uword_t band = shift * CARDS_OF_SHIFT + BAND_DEPTH;
+    if (band > p->band) p->band = band;
+    a->positions = p;
+    a->shift = shift;
+    a->marked = p->marked[shift];
+    return 1;
 }
 
-static bool any_marked(struct fiber_positions* p, uint32_t i)
+/* The number of the card of the last word of the stacks in slot I that are not shifted, from which
+ * others count down. It is not reduced to the table. */
+static uword_t last_card(struct fiber_positions* p, uint32_t i)
 {
-    uword_t last = last_card(p, i) & gc_card_table_mask;
-    uint32_t depth = p->deepest[i];
-    if (depth <= 8 && last >= 7)  // nearly always: all at once
-        return ~*(uint64_t*)&gc_card_mark[last - 7] >> (64 - 8*depth);
-    for (uint32_t n = 0; n < depth; ++n)
-        if (gc_card_mark[(last - n) & gc_card_table_mask] != CARD_UNMARKED) return 1;
+    uword_t offset = (char*)fiber_slot_context(p->arena, i) - p->arena->base;
+    return ((uword_t)p->base + offset - 1) >> GENCGC_CARD_SHIFT;
+}
+
+static bool any_marked(uword_t first, uword_t n)
+{
+    for (uword_t card = first; card < first + n; ++card)
+        if (gc_card_mark[card & gc_card_table_mask] != CARD_UNMARKED) return 1;
     return 0;
+}
+
+static bool band_marked(uword_t first, uword_t n)
+{
+    uword_t start = first & gc_card_table_mask;
+    if (start + n > (uword_t)gc_card_table_mask) return any_marked(first, n);
+    uint64_t all = ~(uint64_t)0;
+    for (uword_t k = 0; k < n; k += 8) all &= *(uint64_t*)&gc_card_mark[start + k];
+    return ~all != 0;
 }
 
 /* All functions from here on are called with the world stopped. */
 
+static void test_slot(struct fiber_positions* p, uint32_t i)
+{
+    uword_t last = last_card(p, i);
+    bool look = band_marked(last - BAND_DEPTH + 1, p->band) || p->deep[i];
+    if (!look && !p->dirty[i]) return;
+    p->dirty[i] = look;
+    for (uword_t s = 0; s < N_SHIFTS; ++s) {
+        uint32_t depth = p->deepest[s][i];
+        p->marked[s][i] = look && any_marked(last + s * CARDS_OF_SHIFT - depth + 1, depth);
+    }
+}
+
 void fiber_test_positions()
 {
-    enum { AHEAD = 16 };          // each position has lines of its own
+    enum { AHEAD = 12 };          // each band has lines of its own
     for (struct fiber_positions* p = all_positions; p; p = p->next)
         for (uint32_t i = 0, n = p->arena->n_slots; i < n; ++i) {
-            if (i + AHEAD < n && p->deepest[i + AHEAD])
-                __builtin_prefetch(&gc_card_mark[last_card(p, i + AHEAD) & gc_card_table_mask]);
-            p->marked[i] = p->deepest[i] && any_marked(p, i);
+            if (i + AHEAD < n && p->used[i + AHEAD]) {
+                uword_t card = last_card(p, i + AHEAD);
+                __builtin_prefetch(&gc_card_mark[card & gc_card_table_mask]);
+                __builtin_prefetch(&gc_card_mark[(card + p->band) & gc_card_table_mask]);
+            }
+            if (p->used[i]) test_slot(p, i);
         }
 }
 
@@ -155,20 +209,31 @@ void fiber_note_depth(struct fiber_arena* a, uint32_t i, char* sp)
     struct fiber_positions* p = a->positions;
     uword_t last = ((uword_t)fiber_slot_context(a, i) - 1) >> GENCGC_CARD_SHIFT;
     uword_t depth = last - ((uword_t)sp >> GENCGC_CARD_SHIFT) + 1;
-    if (depth <= p->deepest[i]) return;
-    p->deepest[i] = depth;
-    p->marked[i] = 1;             // they have not been looked at
+    if (depth <= p->deepest[a->shift][i]) return;
+    p->deepest[a->shift][i] = depth;
+    p->used[i] = p->dirty[i] = 1; // its cards have not been looked at
+    if (depth > BAND_DEPTH) p->deep[i] = 1;
 }
 
-/* When all stacks have been tested, and those on marked cards scanned. */
+static void unmark(uword_t first, uword_t n)
+{
+    for (uword_t card = first; card < first + n; ++card)
+        gc_card_mark[card & gc_card_table_mask] = CARD_UNMARKED;
+}
+
+/* When all stacks have been tested, and those on marked cards scanned: then no mark of the part of
+ * the stacks is needed any more. */
 void fiber_unmark_positions()
 {
     for (struct fiber_positions* p = all_positions; p; p = p->next)
-        for (uint32_t i = 0; i < p->arena->n_slots; ++i) {
-            if (!p->marked[i]) continue;
+        for (uint32_t i = 0, n = p->arena->n_slots; i < n; ++i) {
+            if (!p->dirty[i]) continue;
             uword_t last = last_card(p, i);
-            for (uint32_t n = 0; n < p->deepest[i]; ++n)
-                gc_card_mark[(last - n) & gc_card_table_mask] = CARD_UNMARKED;
+            unmark(last - BAND_DEPTH + 1, p->band);
+            for (uword_t s = 0; s < N_SHIFTS; ++s) {
+                uint32_t depth = p->deepest[s][i];
+                if (depth > BAND_DEPTH) unmark(last + s * CARDS_OF_SHIFT - depth + 1, depth);
+            }
         }
 }
 

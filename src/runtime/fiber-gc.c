@@ -303,7 +303,7 @@ static inline uint64_t eight(unsigned char* bytes) { return *(uint64_t*)bytes; }
 static inline bool to_be_scanned(struct fiber_arena* a, uint32_t i)
 {
     int state = a->state[i];
-    return !(state & KEPT) && (!skippable[state] || (old_p(state) && a->positions->marked[i]));
+    return !(state & KEPT) && (!skippable[state] || (old_p(state) && a->marked[i]));
 }
 
 static void scan_slot(struct fiber_arena* a, uint32_t i, struct visitors* v)
@@ -327,7 +327,7 @@ static void age_kept(unsigned char* state)
 static void scan_arena(struct fiber_arena* a, struct visitors* v)
 {
     static unsigned char unmarked[FIBER_SLOTS_PER_ARENA];
-    unsigned char* marked = a->positions ? a->positions->marked : unmarked;
+    unsigned char* marked = a->positions ? a->marked : unmarked;
     uint64_t skipped = 0;         // eight states that were found to be skippable last
     for (uint32_t i = 0; i < a->n_carved; i += 8) {
         uint64_t states = eight(a->state + i);

@@ -118,7 +118,7 @@ static inline char* steps_start(struct fiber_context* fc, int stack, int from, i
 #define FIBER_SLOTS_PER_ARENA 1024
 #define FIBER_MAX_ARENAS 16384
 #define FIBER_ARENA_BYTES ((uword_t)512*KIB*KIB)
-#define FIBER_ARENA_SLACK ((uword_t)112*KIB) // see fiber-card.c
+#define FIBER_ARENA_SLACK ((uword_t)56*KIB) // see fiber-card.c
 
 struct fiber_arena {
     char* base;
@@ -128,20 +128,14 @@ struct fiber_arena {
     uint32_t n_carved;            // slots from here on are cold
     unsigned char* state;
     struct fiber_positions* positions; // or 0: its cards may be the heap's
+    unsigned char* marked;        // a byte for each slot: is one of its cards marked?
+    uint32_t shift;               // see fiber-card.c
     bool looked_at;               // by this collection
     // what fiber-free.c keeps
     struct fiber_stack_class* class;
     struct fiber_arena *previous, *next; // of the same class
     uint32_t n_warm, n_cold;
     uint64_t warm[FIBER_SLOTS_PER_ARENA/64], cold[FIBER_SLOTS_PER_ARENA/64];
-};
-
-/* What arenas have in common whose cards are the same, see fiber-card.c. */
-struct fiber_positions {
-    struct fiber_arena* arena;    // one of them
-    struct fiber_positions* next;
-    unsigned char marked[FIBER_SLOTS_PER_ARENA];  // was found to be, or has not been looked at
-    uint32_t deepest[FIBER_SLOTS_PER_ARENA];      // in cards
 };
 
 extern struct fiber_arena fiber_arenas[FIBER_MAX_ARENAS];
@@ -215,7 +209,7 @@ extern uword_t fiber_return_guard_size(struct fiber_context*);
 
 /* fiber-card.c: where arenas lie, and which of their stacks were written by others. */
 extern char* fiber_place_beside_heap(uword_t size);
-extern struct fiber_positions* fiber_find_positions(struct fiber_arena*);
+extern bool fiber_find_positions(struct fiber_arena*);
 extern void fiber_test_positions(void);
 extern void fiber_note_depth(struct fiber_arena*, uint32_t i, char* sp);
 extern void fiber_unmark_positions(void);
