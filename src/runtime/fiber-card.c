@@ -33,10 +33,10 @@
  * than windows, so slot i of an arena has its cards in common with slot i of other arenas of the
  * same class in the same window: that is a *position*. What is done once for a position is done for
  * some stacks, which is why a million of them can be tested in a moment; and a mark costs the scan
- * of some stacks. Fibers that run mark cards of their own stacks all the time. So arenas in the same
- * window are shifted against each other, by more than what is usually live of a stack: there are
- * fewer stacks at a position, and the marks of positions that differ by a shift are in a line of the
- * cache, which is what a test costs.
+ * of some stacks. Fibers that run mark cards of their own stacks all the time. So arenas in the
+ * same window are shifted against each other, by more than what is usually live of a stack: there
+ * are fewer stacks at a position, and the marks of positions that differ by a shift are next to
+ * each other, and tested together.
  *
  * What is true when the world is about to be started: of the cards of each position, from the upper
  * end of the stack on, the first deepest[i] are not marked; and the live part of each OLD stack

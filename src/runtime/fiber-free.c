@@ -26,8 +26,9 @@
  * the next one, which saves ten times what it costs to begin a fiber.
  *
  * What is true when nobody is inside:
- *  - a slot is cold or warm, as one of the bitmaps of its arena says, or one of the cached stacks of
- *    a carrier, which are warm; or a thread prepares it, or gives its memory back, or a fiber has it;
+ *  - a slot is cold or warm, as one of the bitmaps of its arena says, or one of the cached stacks
+ *    of a carrier, which are warm; or a thread prepares it, or gives its memory back, or a fiber
+ *    has it;
  *  - a warm one has its guards up, and its context is valid;
  *  - no arena before lowest_warm of its class has a warm slot, and none behind highest_warm; no
  *    arena before lowest_cold has a cold one. The lowest are taken first, the highest give their
@@ -184,7 +185,10 @@ uword_t fiber_surplus(struct fiber_stack_class* class, uword_t bytes)
     return class->n_warm > n ? class->n_warm - n : 0;
 }
 
-static bool is_free(struct fiber_arena* a, uint32_t i) { return bit(a->warm, i) || bit(a->cold, i); }
+static bool is_free(struct fiber_arena* a, uint32_t i)
+{
+    return bit(a->warm, i) || bit(a->cold, i);
+}
 
 static void remove_free(struct fiber_arena* a, uint32_t i)
 {

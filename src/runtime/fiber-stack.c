@@ -21,8 +21,8 @@
 #include "globals.h"
 
 /*
- * What is true when nobody is inside: the cached stacks of a carrier are warm, and nobody else looks
- * at them. A slot that has been reserved is the caller's until it puts it back.
+ * What is true when nobody is inside: the cached stacks of a carrier are warm, and nobody else
+ * looks at them. A slot that has been reserved is the caller's until it puts it back.
  */
 
 #define MOST_CACHED 64            // of a carrier
@@ -114,7 +114,8 @@ void fiber_carrier_free_cached() { free_cached(fiber_this_carrier(), 0); }
 static struct fiber_context* make_empty(struct fiber_context* fc)
 {
     struct fiber_arena* a = arena_of(fc);
-    fc->alien_stack_pointer = (lispobj*)(fiber_low_guard(a, fc->index % FIBER_SLOTS_PER_ARENA) + a->stride);
+    fc->alien_stack_pointer =
+        (lispobj*)(fiber_low_guard(a, fc->index % FIBER_SLOTS_PER_ARENA) + a->stride);
     fc->binding_stack_pointer = fc->binding_stack_start;
     fc->control_stack_pointer = fc->control_stack_end;
     fc->catch_block = fc->unwind_protect_block = 0;

@@ -181,8 +181,8 @@ Signals a SB-THREAD:THREAD-ERROR when a fiber of GROUP calls it."
 ;;; A fiber that has been aborted by its group, or by the fiber that runs it, is not aborted again
 ;;; by either, since it may be in a cleanup form; but a second call for a group does abort it again,
 ;;; if the first has given up. A call that comes before that, EXIT's for instance, only waits as
-;;; well. A fiber that is being unwound by an error of its own may be in a cleanup form as well, and is
-;;; aborted there, as a thread is: it could also come out of the form, and go on.
+;;; well. A fiber that is being unwound by an error of its own may be in a cleanup form as well, and
+;;; is aborted there, as a thread is: it could also come out of the form, and go on.
 (defun abort-until-done (groups deadline &optional (aborted (make-hash-table :test 'eq)))
   "End the fibers of GROUPS that are not in ABORTED, enter them there, and wait for the end of all,
 or until DEADLINE; then return false."

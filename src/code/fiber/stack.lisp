@@ -12,7 +12,8 @@
 (in-package "SB-FIBER")
 
 ;;; Where stacks lie is the business of runtime/fiber-arena.c, which are free that of
-;;; runtime/fiber-free.c, how they are guarded that of runtime/fiber-reserve.c. Here a fiber gets one, and what it starts with is laid out on it.
+;;; runtime/fiber-free.c, how they are guarded that of runtime/fiber-reserve.c. Here a fiber gets
+;;; one, and what it starts with is laid out on it.
 ;;;
 ;;; What is true when nobody is inside:
 ;;;  - a fiber has a context from its submission to its end, and while it has one it is in
