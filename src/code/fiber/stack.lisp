@@ -149,11 +149,16 @@ Return false if there was none, or it was not possible."
                                                        (function unsigned unsigned))
                                          bytes)))))
     (unless (= run 0)
-      (let ((released (alien-funcall (extern-alien "fiber_trim_release" (function int unsigned))
-                                     run)))
-        (with-stacks-lock
-          (alien-funcall (extern-alien "fiber_trim_put" (function void unsigned int)) run released)
-          nil)
+      (let ((released 0))
+        (declare (type (signed-byte 32) released))
+        (unwind-protect                 ; the stack may be exhausted
+             (setf released (alien-funcall (extern-alien "fiber_trim_release"
+                                                         (function int unsigned))
+                                           run))
+          (with-stacks-lock
+            (alien-funcall (extern-alien "fiber_trim_put" (function void unsigned int))
+                           run released)
+            nil))
         (/= released 0)))))
 
 (declaim (ftype (sfunction ((unsigned-byte 62)) null) trim-stacks-to))
