@@ -46,6 +46,7 @@
 ;;;;   interrupt      functions that others want a fiber to call
 ;;;;   yield          sleeping, yielding, and what a fiber may spend before it must
 ;;;;   parking     *  the parking lot: which fibers wait for which word
+;;;;   thread         making OS threads, without parking
 ;;;;   mutex          mutexes, which are handed over to fibers that were woken too late
 ;;;;   io             what stands in for the system calls that wait: reading, writing, closing
 ;;;;   select         select and poll of several descriptors

@@ -283,7 +283,7 @@ another fiber, which begins later."
   (sb-thread:with-mutex ((shared-output-lock stream))
     (coerce (reverse (shared-output-characters stream)) 'string)))
 
-(test warning-of-a-stuck-carrier
+(defun check-warning-of-a-stuck-carrier (call-while-waiting)
   (let ((output (make-instance 'shared-output)))
     (with-blocked-carrier-action (:warn)
       (with-pipe (in out)
@@ -291,12 +291,25 @@ another fiber, which begins later."
          (lambda ()
            (with-group (group 1)
              (let ((stuck (spawn (group :name "sticky") (read-blocking in))))
-               (is-true (sb-ext:wait-for (search "has kept its" (shared-output-text output))
-                                         :timeout *patience*))
+               (funcall call-while-waiting
+                        (lambda ()
+                          (is-true (wait-until (search "has kept its"
+                                                       (shared-output-text output))))))
                (write-octet out)
                (join stuck))))
          output)))
     (is (search "sticky" (shared-output-text output)))))
+
+(test warning-of-a-stuck-carrier
+  (check-warning-of-a-stuck-carrier #'funcall))
+
+;;; A fiber that has the lock may wait for a turn behind the one that is stuck. Prevents: a monitor
+;;; that waits for it.
+(test warning-while-the-pool-is-locked
+  (check-warning-of-a-stuck-carrier
+   (lambda (function)
+     (sb-thread::with-system-mutex ((sb-fiber::blocking-pool-lock sb-fiber::*blocking-pool*))
+       (funcall function)))))
 
 (test error-in-a-stuck-fiber
   (with-blocked-carrier-action (:error)

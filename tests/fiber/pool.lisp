@@ -302,6 +302,22 @@ true if the call was unwound."
                                 (call-blocking (lambda () (loop (sleep 1)))))
                   (sb-sys:deadline-timeout () :deadline))))))))
 
+;;; Prevents: an entry that the semaphore does not count, so that the next call is never made.
+(test deadline-while-a-call-is-queued
+  (with-pool (2)
+    (in-fiber () (call-blocking #'list)) ; makes the semaphore
+    (let ((lock (sb-thread::semaphore-mutex
+                 (sb-fiber::blocking-pool-entries sb-fiber::*blocking-pool*))))
+      (with-group (group 1)
+        (let ((fiber (sb-thread::with-system-mutex (lock)
+                       (prog1 (spawn (group)
+                                (handler-case (sb-sys:with-deadline (:seconds 1/100)
+                                                (call-blocking (lambda () (loop (sleep 1)))))
+                                  (sb-sys:deadline-timeout () :deadline)))
+                         (sleep 1/10)))))
+          (is (eq :deadline (join fiber)))))
+      (is (= 7 (in-fiber () (call-blocking (lambda () 7))))))))
+
 (test interrupted-fiber-waits-on
   (with-pool ()
     (let ((go-on (sb-thread:make-semaphore)) (interrupted nil))

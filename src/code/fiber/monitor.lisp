@@ -241,9 +241,9 @@ it, and may have it back sooner."
                         (fiber-at (context-word (int-sap context) index)))))))
     (and fiber (eq (fiber-carrier fiber) carrier) fiber)))
 
-;;; A warning is printed by a thread of the pool: the stream's lock may belong to the fiber that is
-;;; stuck. An error is signalled in the fiber, where that can be interrupted. If the pool gets no
-;;; thread the warning waits.
+;;; A warning is printed by a thread of its own: the stream's lock may belong to the fiber that is
+;;; stuck, and that of the pool to one that waits behind it. An error is signalled in the fiber,
+;;; where that can be interrupted.
 (defun report-stuck (carrier epoch period)
   (let* ((action *blocked-carrier-action*)
          (fiber (and action (fiber-on carrier))))
@@ -252,7 +252,7 @@ it, and may have it back sooner."
             (time (ceiling period 1000000)))
         (if (eq action :error)
             (%interrupt-fiber fiber (lambda () (misuse fiber control fiber time)))
-            (ignore-errors (call-in-pool (lambda () (warn control fiber time)))))))))
+            (ignore-errors (call-in-thread (lambda () (warn control fiber time)))))))))
 
 ;;;; the monitor's thread
 

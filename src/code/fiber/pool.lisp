@@ -85,8 +85,11 @@ need as many threads as there are of them. A global variable: it can be set and 
 ;;; The call that the thread makes; an interruption that comes late finds another, or NIL.
 (defvar *blocking-call* nil)
 
+;;; Prevents: a deadline of the fiber that is signalled in BODY, and leaves an entry that the
+;;; semaphore does not count, or that no thread will take.
 (defmacro with-pool-lock ((pool) &body body)
-  `(sb-thread::with-system-mutex ((blocking-pool-lock ,pool)) ,@body))
+  `(let ((sb-impl::*deadline* nil))
+     (sb-thread::with-system-mutex ((blocking-pool-lock ,pool)) ,@body)))
 
 ;;;; the queue; all of this with the lock held
 
@@ -258,9 +261,12 @@ until it returns."
       (add-entry pool call)
       (staff-pool pool))))
 
-(defun call-in-pool (function)
-  "Let a thread of the pool call FUNCTION. Its outcome is dropped."
-  (queue-call (make-blocking-call function)))
+(defun call-in-thread (function)
+  "Let a thread of its own call FUNCTION, whose outcome is dropped. Waits for no lock of the pool."
+  (make-carrier-thread "fiber call"
+                       (lambda (call)
+                         (without-interrupts (allow-with-interrupts (make-call call))))
+                       (make-blocking-call function)))
 
 (defun wait-for-call (call)
   (let ((function (blocking-call-function call))) ; END-CALL forgets it

@@ -1,0 +1,74 @@
+;;;; making OS threads: carriers, monitors, threads of the pool, and threads of users
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; The monitor makes a thread when all carriers are stuck, and needs *MAKE-THREAD-LOCK* for it. If
+;;; a fiber parked for that lock, it might be given it and then wait for its turn behind fibers that
+;;; are stuck: they would never be relieved. What is true in fibers: who waits for the lock, and who
+;;; has it, is on its carrier.
+
+(defmacro with-native-waits (&body body)
+  "Execute BODY, which waits for a short time only, such that a fiber keeps its carrier in it."
+  `(let ((*foreign-frames* (logior *foreign-frames* +below-callback+))
+         (*noting-blocked-carrier* t))
+     ,@body))
+
+;;; With interrupts off: a fiber that parked in BODY would go on in another thread.
+(defmacro with-signals-blocked (&body body)
+  "Execute BODY with those signals blocked that START-THREAD blocks; a new thread inherits that."
+  (with-unique-names (old)
+    `(let ((,old (make-array (* sb-unix::sizeof-sigset_t sb-vm:n-byte-bits)
+                             :element-type 'bit :initial-element 0)))
+       (with-pinned-objects (,old)
+         (sb-unix::pthread-sigmask sb-unix::SIG_BLOCK
+                                   (foreign-symbol-sap "thread_start_sigset" t) ,old)
+         (unwind-protect (progn ,@body)
+           (sb-unix::pthread-sigmask sb-unix::SIG_SETMASK ,old nil))))))
+
+;;; The thread is ephemeral, so that it neither keeps the image from exiting nor is asked to unwind.
+(defun make-carrier-thread (name function argument)
+  "Start a thread that calls FUNCTION with ARGUMENT, and handles no deferrable signal before
+FUNCTION calls ACCEPT-SIGNALS: an interruption could unwind it before it has begun."
+  (call-with-make-thread-lock
+   (lambda ()
+     (with-signals-blocked
+       (sb-thread::make-system-thread name function (list argument) nil)))))
+
+;;; START-THREAD blocks signals before it takes the lock. A fiber would park with them blocked, and
+;;; go on in an OS thread that has not blocked them: the first OS thread would receive no signal any
+;;; more, and the new thread, made by the second, would receive signals before it can handle them.
+(defun start-thread (thread function arguments)
+  "What START-THREAD of threads does, with the lock taken first."
+  (call-with-make-thread-lock
+   (lambda () (sb-thread::start-thread thread function arguments))))
+
+(defun call-with-make-thread-lock (function)
+  (declare (function function))
+  (with-native-waits (%call-with-make-thread-lock function)))
+
+(defun %call-with-make-thread-lock (function)
+  (declare (function function))
+  (let ((thread (sb-thread::with-system-mutex (sb-thread::*make-thread-lock*)
+                  (handler-case (funcall function)
+                    (error (condition) condition)))))
+    ;; Handlers, or a debugger, run without the lock.
+    (when (typep thread 'error) (error thread))
+    thread))
+
+(defun accept-signals ()
+  "Let this thread, in which interrupts are off, be sent signals."
+  (sb-unix::pthread-sigmask sb-unix::SIG_UNBLOCK (foreign-symbol-sap "thread_start_sigset" t) nil)
+  (block-timer-signal))
+
+(defun refuse-signals ()
+  "Let this thread be sent no signals; those of the process go to others."
+  (sb-unix::pthread-sigmask sb-unix::SIG_BLOCK (foreign-symbol-sap "thread_start_sigset" t) nil))

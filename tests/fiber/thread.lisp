@@ -1,0 +1,50 @@
+;;;; Making threads in fibers
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(load (merge-pathnames "support/zones.lisp" *load-truename*))
+
+(def-suite* thread)
+
+(defun call-while-it-waits (group function)
+  "Call FUNCTION with a fiber that waits to make a thread; return what the fiber does then."
+  (let ((fiber (sb-thread::with-system-mutex (sb-thread::*make-thread-lock*)
+                 (let ((fiber (spawn (group) (join-thread (make-thread (lambda () :made))))))
+                   (is-true (wait-until (eq sb-thread::*make-thread-lock*
+                                            (sb-thread::thread-waiting-for fiber))))
+                   (sleep 1/20)
+                   (funcall function fiber)
+                   fiber))))
+    (join fiber)))
+
+(test makes-threads
+  (on-carriers (n)
+    (is (equal (loop for i below 20 collect i)
+               (in-fibers n 20 (lambda (i) (join-thread (make-thread (lambda () i)))))))))
+
+;;; Prevents: a fiber that has been given the lock and waits for a turn behind fibers that are stuck,
+;;; while the monitor waits for the lock to make a spare.
+(test a-fiber-that-waits-to-make-a-thread-keeps-its-carrier
+  (on-carriers (n)
+    (with-group (group n)
+      (is (eq :made (call-while-it-waits group (lambda (fiber)
+                                                 (is (eq :running (fiber-state fiber))))))))))
+
+(test a-fiber-that-makes-a-thread-keeps-its-carrier
+  (on-carriers (n)
+    (is (eq :native (in-fiber (n) (sb-fiber::call-with-make-thread-lock #'zone-here))))))
+
+(test no-complaint-about-that-wait
+  (let ((old *blocked-carrier-action*))
+    (unwind-protect
+         (with-group (group 1)
+           (setf *blocked-carrier-action* :error)
+           (is (eq :made (call-while-it-waits group #'identity))))
+      (setf *blocked-carrier-action* old))))
