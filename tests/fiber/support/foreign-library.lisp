@@ -1,0 +1,156 @@
+;;;; A library of C that takes a lock, calls back, allocates and sleeps
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(require :sb-posix)
+
+(in-package "SB-FIBER-TESTS")
+
+;;; The lock tells when the thread that has it wants it again, or another gives it back. A thread
+;;; that cannot get it in five seconds goes without it, and is counted.
+(defparameter *library* "
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+static pthread_mutex_t lock = PTHREAD_ERRORCHECK_MUTEX_INITIALIZER_NP;
+static volatile int mistakes, calls, go, inside;
+
+static int take(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    t.tv_sec += 5;
+    if (!pthread_mutex_timedlock(&lock, &t)) return inside = 1;
+    __atomic_fetch_add(&mistakes, 1, __ATOMIC_SEQ_CST);
+    return 0;
+}
+
+static void give_back(int taken)
+{
+    if (taken && pthread_mutex_unlock(&lock)) __atomic_fetch_add(&mistakes, 1, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&calls, 1, __ATOMIC_SEQ_CST);
+}
+
+/* How often the sleep was interrupted. */
+static int sleep_for(long microseconds)
+{
+    struct timespec t = { microseconds / 1000000, microseconds % 1000000 * 1000 };
+    int n = 0;
+    while (nanosleep(&t, &t)) ++n;
+    return n;
+}
+
+static void compute(int n) { for (volatile int i = 0; i < n; ++i) free(malloc(100 + i % 1000)); }
+
+int foreign_sleep(long microseconds)
+{
+    int taken = take();
+    int n = sleep_for(microseconds);
+    give_back(taken);
+    return n;
+}
+
+int foreign_compute(int n)
+{
+    int taken = take();
+    compute(n);
+    give_back(taken);
+    return n;
+}
+
+int foreign_call(int (*function)(int), int argument)
+{
+    int taken = take();
+    int result = function(argument);
+    compute(10);
+    give_back(taken);
+    return result;
+}
+
+int foreign_wait(void)
+{
+    int taken = take();
+    while (!go) sleep_for(1000);
+    give_back(taken);
+    return 1;
+}
+
+int foreign_divide(int x, int y) { return x / y; }
+
+void foreign_go(int how) { go = how; inside = 0; }
+int foreign_inside(void) { return inside; }
+int foreign_calls(void) { return calls; }
+/* And whether the lock is taken. */
+int foreign_mistakes(void)
+{
+    int n = mistakes;
+    mistakes = 0;
+    if (pthread_mutex_trylock(&lock)) return n + 1000000;
+    pthread_mutex_unlock(&lock);
+    return n;
+}
+")
+
+(defun load-library ()
+  (let* ((directory (sb-posix:mkdtemp "/tmp/sb-fiber-XXXXXX"))
+         (source (concatenate 'string directory "/foreign.c"))
+         (library (concatenate 'string directory "/foreign.so")))
+    (unwind-protect
+         (progn
+           (with-open-file (out source :direction :output) (write-string *library* out))
+           (sb-ext:run-program "/bin/sh"
+                               (list "-c"
+                                     (format nil "${CC:-cc} -O1 -shared -fPIC -pthread -o ~A ~A"
+                                             library source))
+                               :error *error-output*)
+           (sb-alien:load-shared-object library :dont-save t))
+      (sb-ext:delete-directory directory :recursive t))))
+
+(load-library)
+
+(macrolet ((def (lisp-name name result &rest arguments)
+             `(sb-alien:define-alien-routine (,name ,lisp-name) ,result
+                ,@(mapcar (lambda (argument) `(,(gensym) ,argument)) arguments))))
+  (def foreign-sleep "foreign_sleep" sb-alien:int sb-alien:long)
+  (def foreign-compute "foreign_compute" sb-alien:int sb-alien:int)
+  (def foreign-wait "foreign_wait" sb-alien:int)
+  (def foreign-divide "foreign_divide" sb-alien:int sb-alien:int sb-alien:int)
+  (def foreign-go "foreign_go" sb-alien:void sb-alien:int)
+  (def foreign-inside "foreign_inside" sb-alien:int)
+  (def foreign-calls "foreign_calls" sb-alien:int)
+  (def foreign-mistakes "foreign_mistakes" sb-alien:int))
+
+(defvar *called-back*)
+
+(sb-alien:define-alien-callable call-back sb-alien:int ((argument sb-alien:int))
+  (funcall *called-back* argument)
+  argument)
+
+(defun call-in-callback (function &optional (argument 1))
+  "Have foreign code, which holds its lock, call FUNCTION with ARGUMENT. Return the values of that."
+  (let* ((values nil)
+         (*called-back* (lambda (argument)
+                          (setf values (multiple-value-list (funcall function argument))))))
+    (sb-alien:alien-funcall
+     (sb-alien:extern-alien "foreign_call"
+                            (function sb-alien:int sb-sys:system-area-pointer sb-alien:int))
+     (sb-alien:alien-sap (sb-alien::alien-callable-function 'call-back)) argument)
+    (values-list values)))
+
+(defmacro no-mistakes (&body body)
+  "Check that BODY leaves the foreign lock free, and that no thread asked for it while it had it."
+  `(progn
+     (foreign-go 0)
+     (foreign-mistakes)
+     (multiple-value-prog1 (progn ,@body)
+       (is (= 0 (foreign-mistakes))))))
