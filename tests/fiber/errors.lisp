@@ -294,6 +294,17 @@
   ;; no carriers are left
   (is (null sb-fiber::*groups*)))
 
+(test bad-values-of-settings
+  (loop for (variable . values) in '((*stuck-carrier-time* 0 -1 3601 :never)
+                                     (*spare-carrier-limit* 0 129 1.0 nil)
+                                     (*blocking-thread-limit* 0 10001 1.0 nil)
+                                     (*blocked-carrier-action* :note t)
+                                     (*cached-stack-bytes* -1 1.0 nil))
+        do (let ((usual (symbol-value variable)))
+             (dolist (value values)
+               (signals type-error (setf (symbol-value variable) value)))
+             (is (eql usual (symbol-value variable))))))
+
 (test bad-arguments-of-submit-fiber
   (with-group (group 1)
     (signals type-error (submit-fiber group 42))

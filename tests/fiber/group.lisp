@@ -169,6 +169,28 @@
       (is-true (wait-until (<= (descriptors) descriptors)))
       (is-true (wait-until (<= (threads) threads))))))
 
+;;; Prevents: memory of a burst of fibers that stays the process's when all have ended.
+(test groups-leave-little-memory
+  (flet ((resident ()
+           (with-open-file (in "/proc/self/statm") (read in) (* 4096 (read in))))
+         (use-memory (n)
+           (run-fibers (loop repeat n
+                             collect (make-fiber
+                                      (lambda ()
+                                        (let ((bytes (make-array 20000 :element-type '(unsigned-byte 8)
+                                                                       :initial-element 1)))
+                                          (declare (dynamic-extent bytes))
+                                          (fiber-yield)
+                                          (length bytes)))))
+                       :carrier-count 2)
+           (sb-ext:gc :full t)))
+    (use-memory 3000)                   ; what is made once
+    (sb-fiber:trim-stacks)
+    (let ((before (resident)))
+      (use-memory 3000)
+      ;; they have had 60 MB
+      (is (< (- (resident) before) 10000000)))))
+
 (test groups-in-fibers
   (on-carriers (n)
     (is (equal '((1 2 3) (1 2 3))
