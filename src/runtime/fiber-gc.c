@@ -259,7 +259,7 @@ static void each_carrier(void (*call)(struct fiber_context*, void*), void* arg)
         if (th->fiber_context) call(th->carrier_context, arg);
 }
 
-static void each_suspended(void (*call)(struct fiber_context*, void*), void* arg)
+void fiber_each_suspended(void (*call)(struct fiber_context*, void*), void* arg)
 {
     each_carrier(call, arg);
     set_state_of_mounted(FIBER_STACK_MOUNTED);
@@ -412,12 +412,12 @@ void fiber_scan_control_stacks(fiber_root_visitor* visit, fiber_root_visitor* vi
 {
     struct visitors v = { visit, visit_register };
     if (compacting_p()) scan_some(&v);
-    else each_suspended(scan_suspended, &v);
+    else fiber_each_suspended(scan_suspended, &v);
 }
 
 void fiber_scav_binding_stacks(void (*mark)(lispobj))
 {
-    if (mark) each_suspended(scav_suspended, (void*)mark);
+    if (mark) fiber_each_suspended(scav_suspended, (void*)mark);
     else scav_scanned();
 }
 
@@ -440,7 +440,7 @@ static void verify_suspended(struct fiber_context* fc, void* arg)
 int fiber_verify_binding_stacks(int (*verify)(lispobj, lispobj*, void*), void* arg)
 {
     struct verification v = { verify, arg, 0 };
-    each_suspended(verify_suspended, &v);
+    fiber_each_suspended(verify_suspended, &v);
     return v.errors;
 }
 

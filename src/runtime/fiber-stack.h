@@ -239,6 +239,9 @@ extern bool fiber_keep_root(lispobj);
 extern struct fiber_roots fiber_kept_roots(void);
 extern void fiber_visit_roots(struct fiber_roots, fiber_root_visitor*);
 
+/* fiber-gc.c: call CALL with each context whose stack is suspended, a carrier's included. */
+extern void fiber_each_suspended(void (*call)(struct fiber_context*, void*), void* arg);
+
 /* fiber-x86-64.c */
 extern unsigned int fiber_floating_point_modes(void);
 

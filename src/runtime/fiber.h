@@ -40,6 +40,13 @@ extern void fiber_scav_binding_stacks(void (*mark)(lispobj));
 extern int fiber_verify_binding_stacks(int (*verify)(lispobj, lispobj*, void*), void* arg);
 extern void fiber_exclude_own_stack(struct thread*, lispobj* from, lispobj* to);
 
+/* fiber-trace.c: what refers to an object, with the world stopped */
+extern void fiber_trace_words(fiber_root_visitor*, void* arg);
+extern struct fiber_context* fiber_trace_control_stack(bool (*refers)(lispobj, void*), void* arg,
+                                                       char** pc);
+extern struct fiber_context* fiber_trace_bindings(bool (*refers)(lispobj, void*), void* arg,
+                                                  lispobj** where, bool* current);
+
 /* The bits of *FOREIGN-FRAMES*, as in code/fiber/foreign.lisp; the last is the first of many. */
 enum { BELOW_CALLBACK = 1, FRAMES_TO_KEEP = 2, KEEPS_FOREIGN_FRAMES = 4, INTERRUPTIBLE_FRAMES = 8 };
 

@@ -279,3 +279,27 @@ why there is none. FUNCTION must neither allocate nor wait."
            (values new-value :ok)))
     (declare (dynamic-extent #'set-value))
     (call-with-binding symbol fiber #'set-value)))
+
+;;;; what keeps an object alive
+
+(defun fiber-whose-context-is (address)
+  (let ((index (alien-funcall (extern-alien "fiber_index_at" (function int unsigned)) address)))
+    (and (>= index 0) (fiber-at index))))
+
+(defun carrier-whose-context-is (address)
+  (dolist (group *groups*)
+    (dolist (carrier (fiber-group-carriers group))
+      (when (= (carrier-context carrier) address)
+        (return-from carrier-whose-context-is carrier)))))
+
+(defun thread-of-root (address)
+  "The fiber or thread whose stack SEARCH-ROOTS has found, or NIL: ADDRESS is 0, or that of the
+context of a suspended stack, or of the structure of a thread, which may be running a fiber."
+  (flet ((slot (n) (sap-ref-word (int-sap address) (ash n sb-vm:word-shift))))
+    (cond ((= address 0) nil)
+          ((fiber-whose-context-is address))
+          ((awhen (carrier-whose-context-is address) (carrier-thread it)))
+          ((/= 0 (slot sb-vm::thread-fiber-context-slot))
+           (fiber-whose-context-is (slot sb-vm::thread-fiber-context-slot)))
+          (t (sap-ref-lispobj (int-sap address)
+                              (ash sb-vm::thread-lisp-thread-slot sb-vm:word-shift))))))

@@ -1,0 +1,123 @@
+/*
+ * What SEARCH-ROOTS finds on suspended stacks: which of them refers to an object
+ */
+
+/*
+ * This software is part of the SBCL system. See the README file for
+ * more information.
+ *
+ * This software is derived from the CMU CL system, which was
+ * written at Carnegie Mellon University and released into the
+ * public domain. The software is in the public domain and is
+ * provided with absolutely no warranty. See the COPYING and CREDITS
+ * files for more information.
+ */
+
+#include "genesis/sbcl.h"
+#ifdef LISP_FEATURE_SB_FIBER
+
+#include "fiber-stack.h"
+
+/*
+ * With the world stopped. The answer to "whose stack is it" is what Lisp finds the fiber or the
+ * thread by: the context. Stacks that are mounted, and what is bound there, are found by
+ * traceroot.c itself, as those of a thread.
+ */
+
+struct words { fiber_root_visitor* visit; void* arg; };
+
+static void NO_SANITIZE_ADDRESS NO_SANITIZE_MEMORY
+visit_words(struct fiber_context* fc, void* arg)
+{
+    extern void visit_context_registers(fiber_root_visitor*, os_context_t*, void*);
+    struct words* w = arg;
+    for (uword_t i = 0; i < fc->signal_context_count; ++i)
+        visit_context_registers(w->visit, (os_context_t*)(&fc->signal_context_0)[i], w->arg);
+    for (lispobj* p = fc->control_stack_pointer; p < fc->control_stack_end; ++p)
+        w->visit(*p, w->arg);
+}
+
+/* Call VISIT with each word on a suspended control stack, or in a signal context there, and ARG. */
+void fiber_trace_words(fiber_root_visitor* visit, void* arg)
+{
+    struct words w = { visit, arg };
+    fiber_each_suspended(visit_words, &w);
+}
+
+/* The return address of the frame that ADDRESS is in, or 0. A switch leaves the frame pointer, and
+ * above it the address to return to. */
+static char* NO_SANITIZE_ADDRESS NO_SANITIZE_MEMORY
+return_address_of_frame(struct fiber_context* fc, lispobj* address)
+{
+    lispobj* frame = fc->control_stack_pointer;
+    char* pc = 0;
+    while (frame <= address) {
+        lispobj* next = (lispobj*)frame[0];
+        pc = (char*)frame[1];
+        if (next <= frame || next >= fc->control_stack_end) break;
+        frame = next;
+    }
+    return pc;
+}
+
+struct search {
+    bool (*refers)(lispobj word, void* arg);
+    void* arg;
+    struct fiber_context* owner; // 0 until one is found
+    lispobj* where;
+};
+
+static void NO_SANITIZE_ADDRESS NO_SANITIZE_MEMORY
+search_control_stack(struct fiber_context* fc, void* arg)
+{
+    struct search* s = arg;
+    for (lispobj* p = fc->control_stack_pointer; !s->owner && p < fc->control_stack_end; ++p)
+        if (s->refers(*p, s->arg)) {
+            s->owner = fc;
+            s->where = p;
+        }
+}
+
+/* The context of a suspended control stack of which some word REFERS, which is called with each and
+ * with ARG, or 0. *PC is an address in the function whose frame has it. */
+struct fiber_context* fiber_trace_control_stack(bool (*refers)(lispobj, void*), void* arg, char** pc)
+{
+    struct search s = { refers, arg, 0, 0 };
+    fiber_each_suspended(search_control_stack, &s);
+    if (s.owner) *pc = return_address_of_frame(s.owner, s.where);
+    return s.owner;
+}
+
+static void search_bindings(struct fiber_context* fc, void* arg)
+{
+    struct search* s = arg;
+    for (lispobj* p = (lispobj*)fc->binding_stack_start;
+         !s->owner && p < (lispobj*)fc->binding_stack_pointer; p += 2)
+        if (s->refers(*p, s->arg)) {
+            s->owner = fc;
+            s->where = p;
+        }
+}
+
+/* The newest binding of a variable has the current value, since a switch exchanges them. */
+static bool newest_p(struct fiber_context* fc, lispobj* binding)
+{
+    for (lispobj* p = binding + 2; p < (lispobj*)fc->binding_stack_pointer; p += 2)
+        if (p[1] == binding[1]) return 0;
+    return 1;
+}
+
+/* The same for bindings. *WHERE is the one that REFERS, and *CURRENT says whether it has the
+ * variable's value there, or one that is shadowed. */
+struct fiber_context* fiber_trace_bindings(bool (*refers)(lispobj, void*), void* arg,
+                                           lispobj** where, bool* current)
+{
+    struct search s = { refers, arg, 0, 0 };
+    fiber_each_suspended(search_bindings, &s);
+    if (!s.owner) return 0;
+    *where = s.where;
+    *current = newest_p(s.owner, s.where);
+    return s.owner;
+}
+
+#endif
