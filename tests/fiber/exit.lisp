@@ -347,6 +347,16 @@ that have run."
         (is (= 6 (sb-ext:process-exit-code process)))
         (is (search "(0 1 2)" (get-output-stream-string text)))))))
 
+;;; Prevents: fibers, stacks' tables or pollers that go with an image.
+(test images-after-groups-are-no-larger
+  (flet ((size-after (&rest forms)
+           (uiop:with-temporary-file (:pathname file)
+             (apply #'save-image file forms)
+             (with-open-file (in file :element-type '(unsigned-byte 8)) (file-length in)))))
+    (is (< (size-after '(run-fibers (loop repeat 5000 collect (make-fiber (lambda () (sleep 1/50))))
+                                    :carrier-count 4))
+           (+ 500000 (size-after))))))
+
 (test image-with-carriers-is-not-saved
   (uiop:with-temporary-file (:pathname file)
     (multiple-value-bind (code output)
