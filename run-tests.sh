@@ -8,11 +8,13 @@
 #                  thread and in fibers (see tests/in-fibers/harness.lisp);
 #   NAME-moving    a suite of tests/fiber/ such that each fiber is resumed by
 #                  another carrier than before;
+#   long           fibers made and ended in all ways for twenty minutes, after
+#                  which no memory, descriptor or stack is lost;
 #   upstream       SBCL's own regression tests, each of its files counted as one
 #                  (to run one of them:
 #                  cd build/sbcl/tests && sh run-tests.sh FILE).
-# Without a name, all are run, and those about locks, waits, descriptors and time
-# also as NAME-moving.  The last line says how many checks passed and how many
+# Without a name, all but long are run, and those about locks, waits, descriptors
+# and time also as NAME-moving.  The last line says how many checks passed and how many
 # failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT seconds (300),
 # counts as one that failed.  Logs are left in build/tests/.
 
@@ -25,7 +27,7 @@ case ${1-} in --help | -h) sed -n '2,/^$/{s/^# \{0,1\}//p;}' "$0"; exit ;; esac
 if [ $# = 0 ]; then
     for file in "$root"/tests/fiber/*.lisp; do
         name=${file##*/} name=${name%.lisp}
-        case $name in package | run) ;; *) set -- "$@" "$name" ;; esac
+        case $name in package | run | long) ;; *) set -- "$@" "$name" ;; esac
     done
     for name in locks mutex concurrency waits deadlock disturbances io select closing socket sleep \
                 yield; do
@@ -77,7 +79,8 @@ count() { passed=$((passed + $1)) failed=$((failed + $2)); }
 suite() {
     status=0
     case $1 in *-moving) moving=1 ;; *) moving=${SB_FIBER_FORCE_MIGRATION-} ;; esac
-    SB_FIBER_FORCE_MIGRATION=$moving timeout -k 10 "${SUITE_TIMEOUT:-300}" \
+    case $1 in long) limit=${SUITE_TIMEOUT:-1800} ;; *) limit=${SUITE_TIMEOUT:-300} ;; esac
+    SB_FIBER_FORCE_MIGRATION=$moving timeout -k 10 "$limit" \
         sh "$root/run-sbcl.sh" --noinform --disable-ldb \
         --no-sysinit --no-userinit --non-interactive \
         --load "$root/tests/fiber/run.lisp" "${1%-moving}" \
@@ -94,7 +97,7 @@ suite() {
             counts=${counts:-0 0}
             counts="${counts% *} $((${counts#* } + 1))"
             if [ $status = 124 ] || [ $status = 137 ]
-            then echo "$1: stopped after ${SUITE_TIMEOUT:-300} seconds"
+            then echo "$1: stopped after $limit seconds"
             else echo "$1: crashed (exit status $status)"
             fi ;;
     esac
