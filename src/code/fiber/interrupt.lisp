@@ -125,9 +125,6 @@ there."
 ;;;; callbacks
 
 ;;; A deadline would end a wait in a callback by unwinding, and would unwind foreign code with it.
-(defmacro without-deadline-of-caller (&body body)
-  "Execute BODY, below a callback, without the deadline of a fiber that has called foreign code."
-  `(let ((sb-impl::*deadline* (if (logtest *foreign-frames* +below-callback+)
-                                  nil
-                                  sb-impl::*deadline*)))
-     ,@body))
+(defun deadline-in-callback ()
+  "The deadline of what is called back: none of a fiber that has called foreign code."
+  (if (logtest *foreign-frames* +below-callback+) nil sb-impl::*deadline*))

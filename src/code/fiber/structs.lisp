@@ -81,9 +81,14 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 (sb-impl:define-thread-local *waited-for* nil)
 
 #-sb-xc-host
+(defmacro waited-for (object)
+  "What *WAITED-FOR* is to be bound to by what waits for OBJECT."
+  `(or *waited-for* ,object))
+
+#-sb-xc-host
 (defmacro waiting-for (object &body body)
   "Execute BODY, which waits for OBJECT: a fiber that parks in it shows that as its reason."
-  `(let ((*waited-for* (or *waited-for* ,object))) ,@body))
+  `(let ((*waited-for* (waited-for ,object))) ,@body))
 
 ;;; The carrier that the current OS thread is, or NIL. No fiber binds it, so it stays with the OS
 ;;; thread when a fiber goes elsewhere.
