@@ -199,9 +199,18 @@ another one."
                         (fiber-next ,fiber) nil)
                   ,@body)))))
 
+;;; A wake-up that is cut off by the end of the stack leaves a fiber that is in no queue, or a poller
+;;; that is thought to be awake. So whatever changes state and then wakes lets the stack overflow
+;;; before that; what it calls needs less.
+(declaim (inline ensure-waking-room))
+(defun ensure-waking-room (bytes)
+  "Let the exhaustion of the stack be signalled now if it has not BYTES left."
+  (%touch (sap+ (current-sp) (- bytes))))
+
 (defun wake-carrier (carrier)
   "Let CARRIER look at its inbox, or at the scheduler that it has been given."
   (declare (carrier carrier))
+  (ensure-waking-room 1536)
   (let ((scheduler (carrier-scheduler carrier)))
     (when scheduler (wake-poller (scheduler-poller scheduler)))
     ;; In any case: it may be losing or getting a scheduler just now.
@@ -309,6 +318,7 @@ run last, and return it, or NIL."
 (declaim (ftype (sfunction (fiber) null) unpark))
 (defun unpark (fiber)
   "End the parking of FIBER, or the next one, if it is not parked now. May be called from anywhere."
+  (ensure-waking-room 2048)
   (without-interruptions
     (loop
       (let ((phase (fiber-phase fiber)))
@@ -493,6 +503,7 @@ again. REASON is what the fiber waits for, to be shown to users. With interrupts
 
 (defun enter-time (scheduler entry time)
   "Let SCHEDULER serve ENTRY, a fiber or an alarm, at TIME."
+  (ensure-waking-room 2048)
   (heap-insert (scheduler-deadlines scheduler) entry time)
   ;; The carrier of another scheduler may be asleep until a later time.
   (let ((carrier *carrier*))

@@ -92,10 +92,9 @@ char* fiber_place_beside_heap(uword_t size)
         || (!n_places_left && !reserve_block())) return 0;
     void* place = mmap(next_place + n_blocks % N_SHIFTS * SHIFT, size, PROT_READ|PROT_WRITE,
                        MAP_FIXED|MAP_PRIVATE|MAP_ANONYMOUS|MAP_NORESERVE, -1, 0);
-    if (place == MAP_FAILED) return 0;
-    next_place += FIBER_ARENA_BYTES;
+    next_place += FIBER_ARENA_BYTES; // in any case: a place that failed may be another's by now
     --n_places_left;
-    return place;
+    return place == MAP_FAILED ? 0 : place;
 }
 
 /*

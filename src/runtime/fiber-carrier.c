@@ -16,6 +16,8 @@
 #include "genesis/sbcl.h"
 #ifdef LISP_FEATURE_SB_FIBER
 
+#include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include "fiber-stack.h"
@@ -55,6 +57,12 @@ void fiber_carrier_begin(struct fiber_carrier* c)
     fc->state_cell = &c->state;
     c->state = FIBER_STACK_ACTIVE;
     th->carrier_context = fc;
+}
+
+/* This carrier, in which no handler runs, has the signals blocked that it is to have blocked. */
+void fiber_carrier_note_mask()
+{
+    pthread_sigmask(SIG_SETMASK, 0, &fiber_this_carrier()->signal_mask);
 }
 
 void fiber_carrier_end()

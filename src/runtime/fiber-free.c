@@ -16,9 +16,14 @@
 #include "genesis/sbcl.h"
 #ifdef LISP_FEATURE_SB_FIBER
 
+#include <errno.h>
 #include <sys/mman.h>
 #include "fiber-stack.h"
 #include "globals.h"
+
+#ifndef MAP_FIXED_NOREPLACE
+#define MAP_FIXED_NOREPLACE 0x100000
+#endif
 
 /*
  * A slot is *cold* when it has no memory, no guards and no page tables, as when its arena was made,
@@ -229,37 +234,58 @@ fiber_run fiber_trim_take(uword_t bytes)
     return 0;
 }
 
-/* Without the lock. New memory in its place takes pages, guards and page tables away at once. True
- * if it worked: there may be no mapping left for doing so. */
+enum { RUN_AS_IT_WAS, RUN_RELEASED, RUN_LOST };
+
+/* Before Linux 6.12 a mapping that cannot be replaced, for lack of memory, may have gone. Keep
+ * others out of the hole. */
+static int after_failure(char* start, uword_t size)
+{
+    unsigned char in_core;
+    if (!mincore(start, HARD_GUARD_SIZE, &in_core) || errno != ENOMEM) return RUN_AS_IT_WAS;
+    mmap(start, size, PROT_NONE, MAP_FIXED_NOREPLACE|MAP_PRIVATE|MAP_ANONYMOUS|MAP_NORESERVE,
+         -1, 0);
+    return RUN_LOST;
+}
+
+/* Without the lock. New memory in its place takes pages, guards and page tables away at once. What
+ * became of it: there may be no mapping left for doing so. */
 int fiber_trim_release(fiber_run run)
 {
     struct fiber_arena* a = fiber_arena_at(run_first(run));
     char* start = fiber_low_guard(a, run_first(run) % FIBER_SLOTS_PER_ARENA);
     uword_t size = run_length(run) * a->stride;
+    int result = RUN_RELEASED;
     if (mmap(start, size, PROT_READ|PROT_WRITE,
-             MAP_FIXED|MAP_PRIVATE|MAP_ANONYMOUS|MAP_NORESERVE, -1, 0) == MAP_FAILED) return 0;
-    madvise(start, size, MADV_NOHUGEPAGE); // so that it is one mapping with its neighbours again
+             MAP_FIXED|MAP_PRIVATE|MAP_ANONYMOUS|MAP_NORESERVE, -1, 0) == MAP_FAILED) {
+        result = after_failure(start, size);
+        if (result == RUN_AS_IT_WAS) return result;
+    } else madvise(start, size, MADV_NOHUGEPAGE); // so that it is one mapping with its neighbours
     for (uint32_t n = run_warm(run); n > 0; --n) fiber_give_stack_guards_back();
-    return 1;
+    return result;
 }
 
-/* The slots of RUN, which have been RELEASED or are as they were, are anybody's again. */
+/* The slots of RUN, which have been RELEASED or are as they were, are anybody's again; those that
+ * have been lost are nobody's. */
 void fiber_trim_put(fiber_run run, int released)
 {
+    if (released == RUN_LOST) return;
     for (int i = run_first(run), end = i + run_length(run); i < end; ++i)
         if (!released && fiber_context_of(i)->control_stack_start) fiber_put_warm(i);
         else fiber_put_cold(i);
 }
 
-/* There are no mappings for guards on a slot without: take those of a free slot of some size. */
-void fiber_release_one()
+/* There are no mappings for guards on a slot without: take those of a free slot of some size. False
+ * if there is none. */
+bool fiber_release_one()
 {
     for (struct fiber_stack_class* class = stack_classes; class->control_size; ++class) {
         fiber_run run = take_run_of_class(class, 1);
         if (!run) continue;
-        fiber_trim_put(run, fiber_trim_release(run));
-        return;
+        int released = fiber_trim_release(run);
+        fiber_trim_put(run, released);
+        return released;
     }
+    return 0;
 }
 
 #endif

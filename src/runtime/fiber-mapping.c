@@ -18,6 +18,7 @@
 
 #include <errno.h>
 #include <stdbool.h>
+#include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #include "fiber-platform.h"
@@ -101,9 +102,11 @@ static void give_mappings_back(int n)
 
 static void compute_mapping_budget()
 {
-    sword_t count = fiber_count_mappings(), others = count - fiber_guard_mappings;
+    sword_t before = fiber_guard_mappings, count = fiber_count_mappings();
+    sword_t guards = fiber_guard_mappings, others = count - guards;
     sword_t limit = fiber_mapping_limit();
-    if (!count && mapping_limit) return; // no descriptor was left to count with
+    // There was no descriptor to count with, or guards have come and gone meanwhile.
+    if (mapping_limit && (!count || labs(guards - before) > MAPPINGS_FOR_OTHERS / 16)) return;
     mapping_limit = limit;
     mapping_budget = limit - (others > 0 ? others : 0)
         - (limit / 4 < MAPPINGS_FOR_OTHERS ? limit / 4 : MAPPINGS_FOR_OTHERS);
@@ -114,10 +117,14 @@ static void compute_mapping_budget()
 static void refresh_mapping_budget()
 {
     static uint64_t last;
-    uint64_t now = fiber_now(), before = __atomic_load_n(&last, __ATOMIC_RELAXED);
-    if (fiber_guard_mappings < mapping_budget / 4 || now - before < 1000000000) return;
-    if (__atomic_compare_exchange_n(&last, &before, now, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-        compute_mapping_budget();
+    static int counting;
+    uint64_t now = fiber_now();
+    if (fiber_guard_mappings < mapping_budget / 4
+        || now - __atomic_load_n(&last, __ATOMIC_RELAXED) < 1000000000) return;
+    if (__atomic_exchange_n(&counting, 1, __ATOMIC_SEQ_CST)) return;
+    __atomic_store_n(&last, now, __ATOMIC_RELAXED);
+    compute_mapping_budget();
+    __atomic_store_n(&counting, 0, __ATOMIC_SEQ_CST);
 }
 
 /* Does a guard cost mappings? */

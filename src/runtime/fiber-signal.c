@@ -112,17 +112,17 @@ void fiber_route_signal(int signal, struct sigaction* action)
     action->sa_flags |= SA_ONSTACK;
 }
 
-/* The signal mask belongs to the OS thread, and while a handler runs it is the handler's. When
- * a fiber is about to park in one, put back what was before, which the outermost live context
- * tells. If a handler is pending then that is why signals are blocked, and the next
- * stack with interrupts enabled runs it. */
+/* The signal mask belongs to the OS thread, and while a handler runs it is the handler's. When a
+ * fiber is about to park in one, put back the carrier's own. The outermost live context may not
+ * tell: if a handler was deferred before that, it has signals blocked. If a handler is pending then
+ * that is why signals are blocked, and the next stack with interrupts enabled runs it. */
 int fiber_put_back_signal_mask()
 {
     struct thread* th = get_sb_vm_thread();
-    sigset_t old, *outer = os_context_sigmask_addr(nth_interrupt_context(0, th));
+    sigset_t old;
     thread_sigmask(SIG_BLOCK, &deferrable_sigset, &old); // none is deferred after this test
     if (interrupt_handler_pending_p()) return 0;
-    thread_sigmask(SIG_SETMASK, outer, 0);
+    thread_sigmask(SIG_SETMASK, &fiber_this_carrier()->signal_mask, 0);
     memcpy(&th->fiber_context->signal_mask, &old, sizeof th->fiber_context->signal_mask);
     return 1;
 }

@@ -96,6 +96,13 @@ int fiber_stack_reserve(uword_t control_size)
     return index >= 0 ? index : fiber_take_cold(class);
 }
 
+/* A stack was refused for lack of mappings: have there been some that a free one could do without?
+ * With the lock. */
+int fiber_stack_release_another()
+{
+    return fiber_guards_are_mappings() && fiber_release_one();
+}
+
 /* Let others have the slot number INDEX. With the lock. True if there is more memory now in warm
  * stacks of its class than there should be, which is BYTES, and it is worth while to trim them. */
 int fiber_stack_put_back(int index, uword_t bytes)

@@ -175,6 +175,7 @@ struct fiber_carrier {
     struct fiber_context* cached;
     int n_cached;
     unsigned int n_left;          // stacks that fibers have left here
+    sigset_t signal_mask;         // when no handler runs
 };
 
 /*
@@ -230,7 +231,7 @@ extern void fiber_put_cold(int index);
 extern int fiber_take_warm(struct fiber_stack_class*);
 extern int fiber_take_cold(struct fiber_stack_class*);
 extern uword_t fiber_surplus(struct fiber_stack_class*, uword_t bytes);
-extern void fiber_release_one(void);
+extern bool fiber_release_one(void);
 
 /* fiber-roots.c: what the collector need not look up on a stack again. */
 struct fiber_roots { struct chunk* chunk; uword_t n_words; };

@@ -18,6 +18,7 @@
 #ifdef LISP_FEATURE_SB_FIBER
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -76,7 +77,13 @@ sword_t fiber_count_mappings()
     while ((n = read(fd, text, sizeof text)) > 0)
         for (ssize_t i = 0; i < n; ++i) count += text[i] == '\n';
     close(fd);
-    return count;
+    return n < 0 ? 0 : count;
+}
+
+/* Join THREAD, which is ending; fail if it has not ended yet, unless WAIT. */
+int fiber_join_os_thread(pthread_t thread, int wait)
+{
+    return wait ? pthread_join(thread, 0) : pthread_tryjoin_np(thread, 0);
 }
 
 #define MEMBARRIER_PRIVATE_EXPEDITED 8

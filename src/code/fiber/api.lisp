@@ -202,6 +202,7 @@ STORAGE-CONDITION, is signaled, and FIBER stays new."
              :format-control "~@<~S is not a fiber; MAKE-FIBER makes one.~:@>"
              :format-arguments (list fiber)))
     ;; A fiber that is counted and not queued would never end.
+    (ensure-waking-room 3072)
     (without-interrupts
       (allow-with-interrupts (enter-group group fiber))
       (make-runnable fiber))
@@ -347,6 +348,7 @@ where the fiber cannot park, and in a thread that runs none."
   "End the FIBER-PARK of FIBER, which has been submitted, or the next one if it is not parked
 there. May be called from any thread or fiber. Several calls before FIBER returns from there count
 as one."
+  (ensure-waking-room 3072)
   (without-interruptions ; unwound in between, it would leave FIBER asleep
     (setf (fiber-user-permit fiber) 1)
     (barrier (:memory))

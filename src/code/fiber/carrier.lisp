@@ -71,6 +71,7 @@
 
 (define-alien-routine ("fiber_carrier_make" %carrier-make) unsigned)
 (define-alien-routine ("fiber_carrier_begin" %carrier-begin) void (context unsigned))
+(define-alien-routine ("fiber_carrier_note_mask" %carrier-note-mask) void)
 (define-alien-routine ("fiber_carrier_end" %carrier-end) void)
 
 (defun free-cached-stacks ()
@@ -92,6 +93,7 @@
   (without-interrupts
     (begin-carrier carrier)
     (accept-signals)
+    (%carrier-note-mask)
     (carrier-loop carrier)
     (end-carrier)))
 

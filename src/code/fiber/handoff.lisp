@@ -42,6 +42,7 @@
         (return object)))))
 
 (defun wake-monitor (group)
+  (ensure-waking-room 1024)
   (when (= (cas (fiber-group-monitor-wake-word group) 0 1) 0)
     (with-pinned-objects (group)
       (%futex-wake (fiber-group-monitor-wake-word-address group) 1))))
@@ -82,6 +83,7 @@ scheduler or a spare: if one thread adds a scheduler and another a spare, the se
 
 (defun give-scheduler-away (carrier)
   "Let a spare of the group serve the scheduler of CARRIER, which is going to block."
+  (ensure-waking-room 3072)
   (without-interruptions
     (let ((scheduler (detach-scheduler carrier)))
       (when scheduler

@@ -64,6 +64,7 @@
 (defun %interrupt-fiber (fiber function)
   "Let FIBER call FUNCTION as soon as it can. Return false if it has ended. May be called from
 anywhere."
+  (ensure-waking-room 3072)
   (flet ((interrupt ()
            (when (queue-interruption fiber function)
              (notify-of-interruption fiber)

@@ -298,6 +298,7 @@ closed while the fiber yields."
   "Called before FD is closed by any of the ways that we know, with interrupts off. Return what
 NOTE-CLOSED is to be told."
   (when (typep fd 'descriptor)
+    (ensure-waking-room 4096)
     (let ((cell (or (find-fd-cell fd nil)
                     (and (/= 0 (file-identity fd)) (find-fd-cell fd t)))))
       (when cell

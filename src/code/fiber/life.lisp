@@ -26,6 +26,8 @@
       ;; stack: the catch tags of the fiber must lie within one.
       (unwind-protect (call-fiber-function fiber)
         (setq *interrupts-enabled* nil)))
+    ;; Also if the stack was lost on the way: others wait for the end that this fiber has begun.
+    (when *exit-in-progress* (exit-by-thread))
     (when (eq (fiber-failure fiber) t) (report-loss fiber))
     (end-fiber fiber)))
 
@@ -54,8 +56,7 @@
                    (catch 'sb-thread::%return-from-thread
                      (sb-c::inspect-unwinding
                       (call-with-initial-bindings fiber)
-                      #'sb-di::catch-runaway-unwind)))))))))
-  (when *exit-in-progress* (exit-by-thread)))
+                      #'sb-di::catch-runaway-unwind))))))))))
 
 (defun call-with-initial-bindings (fiber)
   (let ((function (the function (shiftf (fiber-function fiber) nil)))

@@ -227,11 +227,19 @@ it, and may have it back sooner."
 
 ;;;; telling the user
 
+;;; The lock may belong to a fiber that has no turn.
+(defmacro with-free-tls-lock ((thread structure) &body body)
+  "If nobody has the lock of THREAD execute BODY, with STRUCTURE bound to the address of what C has
+of it."
+  `(sb-thread:with-mutex ((sb-thread::thread-storage-lock ,thread) :wait-p nil)
+     (let ((,structure (sb-thread::thread-primitive-thread ,thread)))
+       ,@body)))
+
 ;;; Contexts are never unmapped; but the fiber that is found may have left CARRIER just now, or be
 ;;; another one that has got its stack.
 (defun fiber-on (carrier)
   "The fiber that CARRIER runs, or NIL. May be called by any thread."
-  (let ((fiber (sb-thread::with-tls-lock ((carrier-thread carrier) thread)
+  (let ((fiber (with-free-tls-lock ((carrier-thread carrier) thread)
                  (let ((context (if (= thread 0)
                                     0
                                     (sap-ref-word (int-sap thread)

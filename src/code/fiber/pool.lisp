@@ -85,15 +85,21 @@ need as many threads as there are of them. A global variable: it can be set and 
 ;;; The call that the thread makes; an interruption that comes late finds another, or NIL.
 (defvar *blocking-call* nil)
 
-;;; Prevents: a deadline of the fiber that is signalled in BODY, and leaves an entry that the
-;;; semaphore does not count, or that no thread will take.
 (defmacro with-pool-lock ((pool) &body body)
-  `(let ((sb-impl::*deadline* nil))
-     (sb-thread::with-system-mutex ((blocking-pool-lock ,pool)) ,@body)))
+  `(sb-thread::with-system-mutex ((blocking-pool-lock ,pool)) ,@body))
 
 ;;;; the queue; all of this with the lock held
 
+;;; Prevents: a fiber that is unwound, by its deadline or as its stack ends, and leaves an entry that
+;;; the semaphore does not count, or a thread that the pool does not know.
+(defmacro with-whole-pool (&body body)
+  `(progn (ensure-waking-room 6144)
+          (with-native-waits ,@body)))
+
 (defun add-entry (pool entry)
+  (with-whole-pool (%add-entry pool entry)))
+
+(defun %add-entry (pool entry)
   (unless (blocking-pool-entries pool)
     (setf (blocking-pool-entries pool) (sb-thread:make-semaphore :name "blocking calls")))
   (let ((cell (list entry)))
@@ -112,9 +118,12 @@ need as many threads as there are of them. A global variable: it can be set and 
   "Start a thread if there are more entries than idle threads and the limit allows it."
   (when (and (> (blocking-pool-waiting pool) (blocking-pool-idle pool))
              (< (length (blocking-pool-threads pool)) *blocking-thread-limit*))
-    (push (make-carrier-thread "fiber blocking call" #'run-pool-thread pool)
-          (blocking-pool-threads pool))
-    (incf (blocking-pool-idle pool))))
+    (with-whole-pool
+      (let ((place (list nil)))
+        (setf (car place) (make-carrier-thread "fiber blocking call" #'run-pool-thread pool)
+              (cdr place) (blocking-pool-threads pool)
+              (blocking-pool-threads pool) place)
+        (incf (blocking-pool-idle pool))))))
 
 (defun leave-pool (pool)
   (setf (blocking-pool-threads pool) (delete *current-thread* (blocking-pool-threads pool)))
@@ -280,9 +289,10 @@ until it returns."
   (unless (or (eq (blocking-call-state call) :ended)
               (eq (cas (blocking-call-state call) :queued :abandoned) :queued))
     (when (eq (cas (blocking-call-state call) :running :abandoned) :running)
-      (sb-thread::%interrupt-thread
-       (blocking-call-thread call)
-       (lambda () (when (eq *blocking-call* call) (throw 'abandoned nil)))))))
+      (with-native-waits
+        (sb-thread::%interrupt-thread
+         (blocking-call-thread call)
+         (lambda () (when (eq *blocking-call* call) (throw 'abandoned nil))))))))
 
 (defun call-outcome (call)
   (let ((result (blocking-call-result call)))

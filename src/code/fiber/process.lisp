@@ -76,7 +76,10 @@ that LOCK, a form without its body, protects."
         (without-interrupts
           (unwind-protect (progn (,@lock (push ,event ,waiters))
                                  (with-local-interrupts ,@body))
-            (,@lock (setf ,waiters (remove ,event ,waiters :count 1)))))))))
+            ;; Were this cut off, others would write to a descriptor that is closed, and perhaps
+            ;; another file's by then.
+            (with-native-waits
+              (,@lock (setf ,waiters (remove ,event ,waiters :count 1))))))))))
 
 (defun wake-process-waiter (event)
   (%poller-wake event))

@@ -204,8 +204,22 @@ asked for what is more than *CACHED-STACK-BYTES*, and when a group is finished."
                                size)))
     (if (/= cached 0)
         cached
-        (let ((index (reserve-stack size)))
-          (if index (prepare-reserved-stack index) 0)))))
+        (allocate-uncached-stack size))))
+
+;;; Others may have taken the mappings that were released for this stack, or the kernel may allow
+;;; fewer than it seemed.
+(defun allocate-uncached-stack (size)
+  (loop
+    (let ((index (reserve-stack size)))
+      (unless index (return 0))
+      (let ((context (prepare-reserved-stack index)))
+        (when (or (/= context 0) (not (release-another-stack)))
+          (return context))))))
+
+(defun release-another-stack ()
+  "Let a free stack do without mappings, if that is why there is none. Return false if none can."
+  (/= 0 (with-stacks-lock
+          (alien-funcall (extern-alien "fiber_stack_release_another" (function int))))))
 
 (declaim (ftype (sfunction (word) null) %free-stack))
 (defun %free-stack (context)

@@ -17,10 +17,26 @@
 ;;; has it, is on its carrier.
 
 (defmacro with-native-waits (&body body)
-  "Execute BODY, which waits for a short time only, such that a fiber keeps its carrier in it."
+  "Execute BODY, which waits for short times only, such that a fiber keeps its carrier in it, and
+that neither a deadline nor the end of the stack cuts its waits off."
   `(let ((*foreign-frames* (logior *foreign-frames* +below-callback+))
-         (*noting-blocked-carrier* t))
+         (*noting-blocked-carrier* t)
+         (sb-impl::*deadline* nil))
      ,@body))
+
+;;; A thread that ends gives its semaphore, and may have to wait for that, when it is in the list
+;;; already. Who waits for such a thread with *MAKE-THREAD-LOCK* waits for whoever has the
+;;; semaphore: that may be a fiber, which has no turn.
+(defun pop-joined-thread (wait)
+  "A thread out of *JOINABLE-THREADS* that pthread_join() has been called for, or NIL. Those that
+have not ended yet remain there, unless WAIT."
+  (let ((thread (atomic-pop sb-thread::*joinable-threads*)))
+    (cond ((null thread) nil)
+          ((= 0 (alien-funcall (extern-alien "fiber_join_os_thread" (function int unsigned int))
+                               (sb-thread::thread-os-thread thread) (if wait 1 0)))
+           thread)
+          (t (atomic-push thread sb-thread::*joinable-threads*)
+             nil))))
 
 ;;; With interrupts off: a fiber that parked in BODY would go on in another thread.
 (defmacro with-signals-blocked (&body body)
