@@ -23,6 +23,7 @@
 #include "fiber-stack.h"
 #include "globals.h"
 #include "interr.h"
+#include "interrupt.h"
 
 /*
  * What is true when nobody is inside: a thread is a carrier if and only if its carrier_context is
@@ -59,10 +60,15 @@ void fiber_carrier_begin(struct fiber_carrier* c)
     th->carrier_context = fc;
 }
 
-/* This carrier, in which no handler runs, has the signals blocked that it is to have blocked. */
+/* Note which signals this carrier has blocked while no handler runs, and none is deferred, which may
+ * be the case now: of those that can be, the timer's, which is for other threads. */
 void fiber_carrier_note_mask()
 {
-    pthread_sigmask(SIG_SETMASK, 0, &fiber_this_carrier()->signal_mask);
+    sigset_t* mask = &fiber_this_carrier()->signal_mask;
+    pthread_sigmask(SIG_SETMASK, 0, mask);
+    for (int signal = 1; signal < NSIG; ++signal)
+        if (sigismember(&deferrable_sigset, signal)) sigdelset(mask, signal);
+    sigaddset(mask, SIGALRM);
 }
 
 void fiber_carrier_end()

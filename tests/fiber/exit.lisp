@@ -357,6 +357,26 @@ that have run."
                                     :carrier-count 4))
            (+ 500000 (size-after))))))
 
+;;; Prevents: a process that nothing but SIGKILL ends, as all wait for the one that has begun to end
+;;; it.
+(test exit-in-a-fiber-that-loses-its-stack
+  (multiple-value-bind (code output)
+      (call-in-child
+       (list "--eval" *child-package* "--eval"
+             (printed '(progn
+                        (defun deep (n) (1+ (deep (1+ n))))
+                        (defun lose-the-stack ()
+                          (handler-bind ((storage-condition (lambda (condition)
+                                                              (declare (ignore condition))
+                                                              (deep 0))))
+                            (deep 0)))
+                        (start-fibers (make-fiber (lambda ()
+                                                    (unwind-protect (sb-ext:exit :code 3)
+                                                      (lose-the-stack)))))
+                        (sleep 30))))
+       :wrapper '("timeout" "60"))
+    (is (= 3 code) "~D: ~A" code output)))
+
 (test image-with-carriers-is-not-saved
   (uiop:with-temporary-file (:pathname file)
     (multiple-value-bind (code output)

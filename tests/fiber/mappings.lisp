@@ -104,6 +104,21 @@
                  (is (< (usual-number) (length fibers)))
                  (is-true (end-all fibers)))))))
 
+;;; Budgets are looked at anew each second. Prevents: a stack that is refused just then, though free
+;;; ones could do without their mappings.
+(test at-the-wall-for-a-while
+  (if-the-limit-is-usual
+    (with-group (group 2)
+      (is-true (end-all (submit-until-refused group 65536)))
+      (let* ((n (floor (usual-number) 1.03))
+             (fibers (loop repeat n
+                           collect (spawn (group :stack-size 131072) (fiber-park) t))))
+        (sleep 1.2)
+        (let ((more (submit-until-refused group 131072)))
+          (is (< (usual-number) (+ n (length more))))
+          (is-true (end-all more)))
+        (is-true (end-all fibers))))))
+
 ;;; Prevents: a count of mappings that grows with overflows, for which return guards come and go.
 (test return-guards-are-given-back
   (flet ((mappings () (sb-alien:extern-alien "fiber_guard_mappings" sb-alien:long)))

@@ -14,6 +14,8 @@
   (let ((*standard-output* (make-broadcast-stream)))
     (asdf:load-system "usocket")))
 
+(load (merge-pathnames "support/stack-ends.lisp" *load-truename*))
+
 (def-suite* pool)
 
 (defun pool-threads ()
@@ -317,6 +319,29 @@ true if the call was unwound."
                          (sleep 1/10)))))
           (is (eq :deadline (join fiber)))))
       (is (= 7 (in-fiber () (call-blocking (lambda () 7))))))))
+
+;;; Prevents: the same, where the wait for the semaphore's lock finds that the stack has too little
+;;; room for waits.
+(test calls-at-the-end-of-the-stack
+  (with-pool (2)
+    (in-fiber () (call-blocking #'list)) ; makes the semaphore
+    (let ((lock (sb-thread::semaphore-mutex
+                 (sb-fiber::blocking-pool-entries sb-fiber::*blocking-pool*)))
+          (exhausted 0))
+      (with-group (group 1)
+        (loop for distance from 12000 downto 6000 by 100
+              do (let ((fiber (sb-thread::with-system-mutex (lock)
+                                (prog1 (spawn (group)
+                                         (handler-case
+                                             (call-at-distance distance
+                                                               (lambda () (call-blocking #'list) 7))
+                                           (storage-condition () (incf exhausted))))
+                                  (sleep 1/200)))))
+                   (join fiber)
+                   (unless (eql 7 (fiber-join (spawn (group) (call-blocking (lambda () 7)))
+                                              :default nil :timeout 10))
+                     (return (fail "A call was lost at ~D." distance))))))
+      (is (plusp exhausted)))))
 
 (test interrupted-fiber-waits-on
   (with-pool ()

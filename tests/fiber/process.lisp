@@ -193,3 +193,33 @@
                  (list (read-line (sb-ext:process-output process) nil)
                        (prog1 (sb-ext:process-status (sb-ext:process-wait process))
                          (sb-ext:process-close process))))))))
+
+;;; Prevents: a descriptor that is closed, and still written to, when it is another file's.
+(test deadline-while-a-wait-ends
+  (let ((held (make-semaphore)) (wanted (make-semaphore)) (armed t) (process nil))
+    (let ((holder (make-thread (lambda ()
+                                 (wait-on-semaphore wanted)
+                                 (sb-thread::with-system-mutex (sb-impl::*active-processes-lock*)
+                                   (signal-semaphore held)
+                                   (sleep 1))))))
+      (setf process (sb-ext:run-program "/bin/sh" '("-c" "sleep 0.2; kill -STOP $$; exit 3")
+                                        :wait nil))
+      (sb-int:encapsulate 'sb-ext:process-status 'test
+                          (lambda (status process)
+                            (let ((result (funcall status process)))
+                              (when (and armed (eq result :stopped))
+                                (setf armed nil)
+                                (signal-semaphore wanted)
+                                (wait-on-semaphore held))
+                              result)))
+      (unwind-protect
+           (in-fiber ()
+             (handler-case (sb-sys:with-deadline (:seconds 1/2)
+                             (sb-ext:process-wait process t))
+               (sb-sys:deadline-timeout ())))
+        (sb-int:unencapsulate 'sb-ext:process-status 'test))
+      (join-thread holder)
+      (is (null (sb-impl::process-serve-event-pipe process)))
+      (sb-ext:process-kill process 18)  ; SIGCONT
+      (sb-ext:process-wait process)
+      (is (= 3 (sb-ext:process-exit-code process))))))

@@ -204,3 +204,32 @@ it, and is handled by HANDLER."
                  (sb-thread:thread-yield))
         (setf stop t)
         (is (all-true-p (join-all fibers)))))))
+
+;;; A signal is deferred, and blocks others; then an error traps, whose handler enables interrupts and
+;;; parks. Prevents: other fibers of the carrier that are not interrupted.
+(test parked-in-a-handler-with-signals-blocked-below
+  (with-group (group 1)
+    (let* ((parked (make-flag)) (release (make-flag)) (interrupted (make-flag))
+           (first (spawn (group)
+                    (block nil
+                      (handler-bind ((type-error
+                                       (lambda (condition)
+                                         (declare (ignore condition))
+                                         (sb-sys:with-interrupts
+                                           (raise-flag parked)
+                                           (loop until (flag-value release) do (fiber-park)))
+                                         (return :handled))))
+                        (sb-sys:without-interrupts
+                          (sb-sys:allow-with-interrupts
+                            (sb-unix:raise sb-unix:sigurg)
+                            (car (opaque 5)))))))))
+      (is-true (wait-until (and (flag-value parked) (eq :parked (fiber-state first)))))
+      (let* ((started (make-flag))
+             (second (computing-fiber (group started) (compute-until interrupted))))
+        (interrupt-fiber second (lambda () (raise-flag interrupted)))
+        (is-true (wait-until (flag-value interrupted)))
+        (raise-flag interrupted)
+        (join second))
+      (raise-flag release)
+      (fiber-unpark first)
+      (is (eq :handled (join first))))))

@@ -145,6 +145,55 @@
 
 ;;; Prevents: a fiber that waits in pages that something else has opened silently, and is notified in
 ;;; the midst of the wait.
+
+(defun ways-to-wake (mutex queue)
+  "Functions that wake a fiber, which is in FIBER-PARK or waits in QUEUE."
+  (list #'fiber-unpark
+        (lambda (fiber) (interrupt-fiber fiber #'list))
+        (lambda (fiber)
+          (declare (ignore fiber))
+          (sb-thread:condition-notify queue))
+        (lambda (fiber)
+          (submit-fiber (sb-fiber::fiber-group fiber) (make-fiber #'list)))
+        (lambda (fiber)
+          (declare (ignore fiber))
+          (with-mutex (mutex) (sb-thread:condition-broadcast queue)))))
+
+(defun asleep-p (group)
+  (= (logcount (sb-fiber::fiber-group-idle group))
+     (length (sb-fiber::fiber-group-schedulers group))))
+
+;;; Prevents: a carrier that is thought to be awake, and never is again; a fiber in no queue.
+(test wakes-at-the-end-of-the-stack
+  (let ((mutex (make-mutex)) (queue (make-waitqueue)) (woken (make-flag)) (stop (make-flag)))
+    (dolist (wake (ways-to-wake mutex queue))
+      (let ((overflows 0))
+        (with-group (woken-group 1)
+          (let ((fiber (spawn (woken-group)
+                         (loop until (flag-value stop)
+                               do (if (= 0 (random 2))
+                                      (fiber-park :timeout 1/100)
+                                      (with-mutex (mutex)
+                                        (condition-wait queue mutex :timeout 1/100)))
+                                  (count-one woken)))))
+            (with-group (group 1)
+              (loop for distance from 1500 downto -300 by 29
+                    do (wait-until (asleep-p woken-group))
+                       (when (eq :overflow
+                                 (join (spawn (group)
+                                         (handler-case
+                                             (call-at-distance distance
+                                                               (lambda () (funcall wake fiber)))
+                                           (storage-condition () :overflow)))))
+                         (incf overflows))
+                       (unless (eql 1 (fiber-join (spawn (woken-group) 1) :default nil :timeout 10))
+                         (return (fail "Nobody woke the group at ~D." distance)))))
+            (raise-flag stop)
+            (fiber-unpark fiber)
+            (is (plusp overflows))))
+        (setf (flag-value stop) nil)))
+    (is (plusp (flag-count woken)))))
+
 (test no-wait-in-a-reserve-that-was-opened-silently
   (flet ((exhausted-at-p (distance)
            (call-at-distance distance

@@ -48,3 +48,29 @@
            (setf *blocked-carrier-action* :error)
            (is (eq :made (call-while-it-waits group #'identity))))
       (setf *blocked-carrier-action* old))))
+
+;;; Prevents: a monitor that waits for a thread whose end waits for a fiber.
+(test threads-whose-end-waits-for-a-fiber
+  (with-stuck-carrier-time (1/100)
+    (let* ((end (make-flag)) (go-on (make-flag)) (stop (make-flag))
+           (thread (make-thread (lambda () (wait-until (flag-value end))))))
+      (with-group (group 1)
+        ;; It waits in a handler, with the lock of what the thread gives at its end.
+        (let ((fiber (spawn (group)
+                       (handler-bind ((sb-sys:deadline-timeout
+                                        (lambda (condition)
+                                          (declare (ignore condition))
+                                          (loop until (flag-value go-on) do (fiber-park)))))
+                         (handler-case (sb-sys:with-deadline (:seconds 1/10) (join-thread thread))
+                           (sb-sys:deadline-timeout () :deadline))))))
+          (is-true (wait-until (eq :parked (fiber-state fiber))))
+          (sleep 1/5)
+          (raise-flag end)
+          (is-true (wait-until (member thread sb-thread::*joinable-threads*)))
+          (let ((stuck (loop repeat 3 collect (spawn (group) (compute-until stop)))))
+            (is (eq :runs (fiber-join (spawn (group) :runs) :default nil :timeout *patience*)))
+            (raise-flag go-on)
+            (fiber-unpark fiber)
+            (is (eq :deadline (join fiber)))
+            (raise-flag stop)
+            (join-all stuck)))))))

@@ -338,3 +338,28 @@ waiting, and does not answer others."
                              (sb-bsd-sockets:socket-close socket)))))))
          (is (find t results :key #'first))
          (is (every #'null (mapcar #'second results))))))))
+
+;;; Prevents: a timer that is not scheduled again, since the deadline of the fiber that it interrupts
+;;; comes while others have the lock.
+(test repeating-timers-and-deadlines
+  (let ((ticks (make-flag)) (held (make-flag)) (wanted (make-flag)))
+    (let ((holder (make-thread
+                   (lambda ()
+                     (wait-until (flag-value wanted))
+                     (sb-thread::with-system-mutex (sb-impl::*scheduler-lock*)
+                       (raise-flag held)
+                       (sleep 1/2))))))
+      (is-true
+       (in-fiber ()
+         (let ((timer (sb-ext:make-timer (lambda ()
+                                           (when (= 3 (count-one ticks))
+                                             (raise-flag wanted)
+                                             (loop until (flag-value held))))
+                                         :thread sb-thread:*current-thread*)))
+           (sb-ext:schedule-timer timer 1/50 :repeat-interval 1/50)
+           (handler-case (sb-sys:with-deadline (:seconds 1/5)
+                           (sleep 1))
+             (sb-sys:deadline-timeout ()))
+           (prog1 (wait-until (< 6 (flag-count ticks)))
+             (sb-ext:unschedule-timer timer)))))
+      (join-thread holder))))
