@@ -104,7 +104,7 @@
                  (is (< (usual-number) (length fibers)))
                  (is-true (end-all fibers)))))))
 
-;;; Budgets are looked at anew each second. Prevents: a stack that is refused just then, though free
+;;; Budgets are computed anew each second, and others want more then. Prevents: a stack that is refused just then, though free
 ;;; ones could do without their mappings.
 (test at-the-wall-for-a-while
   (if-the-limit-is-usual
@@ -112,12 +112,17 @@
       (is-true (end-all (submit-until-refused group 65536)))
       (let* ((n (floor (usual-number) 1.03))
              (fibers (loop repeat n
-                           collect (spawn (group :stack-size 131072) (fiber-park) t))))
+                           collect (spawn (group :stack-size 131072) (fiber-park) t)))
+             (stop (make-flag))
+             (threads (loop repeat 10 collect (make-thread (lambda ()
+                                                             (wait-until (flag-value stop)))))))
         (sleep 1.2)
         (let ((more (submit-until-refused group 131072)))
           (is (< (usual-number) (+ n (length more))))
           (is-true (end-all more)))
-        (is-true (end-all fibers))))))
+        (is-true (end-all fibers))
+        (raise-flag stop)
+        (mapc #'join-thread threads)))))
 
 ;;; Prevents: a count of mappings that grows with overflows, for which return guards come and go.
 (test return-guards-are-given-back

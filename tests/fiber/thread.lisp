@@ -52,19 +52,20 @@
 ;;; Prevents: a monitor that waits for a thread whose end waits for a fiber.
 (test threads-whose-end-waits-for-a-fiber
   (with-stuck-carrier-time (1/100)
-    (let* ((end (make-flag)) (go-on (make-flag)) (stop (make-flag))
+    (let* ((end (make-flag)) (go-on (make-flag)) (stop (make-flag)) (handling (make-flag))
            (thread (make-thread (lambda () (wait-until (flag-value end))))))
       (with-group (group 1)
         ;; It waits in a handler, with the lock of what the thread gives at its end.
         (let ((fiber (spawn (group)
-                       (handler-bind ((sb-sys:deadline-timeout
-                                        (lambda (condition)
-                                          (declare (ignore condition))
-                                          (loop until (flag-value go-on) do (fiber-park)))))
-                         (handler-case (sb-sys:with-deadline (:seconds 1/10) (join-thread thread))
-                           (sb-sys:deadline-timeout () :deadline))))))
-          (is-true (wait-until (eq :parked (fiber-state fiber))))
-          (sleep 1/5)
+                       (handler-case
+                           (handler-bind ((sb-sys:deadline-timeout
+                                            (lambda (condition)
+                                              (declare (ignore condition))
+                                              (raise-flag handling)
+                                              (loop until (flag-value go-on) do (fiber-park)))))
+                             (sb-sys:with-deadline (:seconds 1/10) (join-thread thread)))
+                         (sb-sys:deadline-timeout () :deadline)))))
+          (is-true (wait-until (and (flag-value handling) (eq :parked (fiber-state fiber)))))
           (raise-flag end)
           (is-true (wait-until (member thread sb-thread::*joinable-threads*)))
           (let ((stuck (loop repeat 3 collect (spawn (group) (compute-until stop)))))
