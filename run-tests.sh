@@ -10,6 +10,8 @@
 #                  another carrier than before;
 #   long           fibers made and ended in all ways for twenty minutes, after
 #                  which no memory, descriptor or stack is lost;
+#   plain          is a build without fibers upstream's SBCL, file by file (see
+#                  tools-for-build/compare-plain.sh);
 #   upstream       SBCL's own regression tests, each of its files counted as one
 #                  (to run one of them:
 #                  cd build/sbcl/tests && sh run-tests.sh FILE).
@@ -33,17 +35,17 @@ if [ $# = 0 ]; then
                 yield; do
         set -- "$@" "$name-moving"
     done
-    set -- "$@" in-fibers upstream
+    set -- "$@" in-fibers plain upstream
 fi
 for name; do
-    case $name in in-fibers | upstream) continue ;; esac
+    case $name in in-fibers | plain | upstream) continue ;; esac
     [ -f "$root/tests/fiber/${name%-moving}.lisp" ] ||
         die "there is no suite $name: no file tests/fiber/${name%-moving}.lisp"
 done
 
 needs=
 lisp=/usr/share/common-lisp/source
-[ "$*" = upstream ] ||
+[ "$*" = upstream ] || [ "$*" = plain ] ||
     needs="cl-fiveam=$lisp/fiveam cl-hunchentoot=$lisp/hunchentoot
            cl-usocket=$lisp/usocket cl-bordeaux-threads=$lisp/bordeaux-threads
            cl-cffi=$lisp/cl-cffi"
@@ -173,9 +175,21 @@ upstream() {
     fi
 }
 
+plain() {
+    log=$logs/plain.log
+    sh "$root/tools-for-build/compare-plain.sh" </dev/null >"$log" 2>&1 || :
+    counts=$(sed -n 's/^plain: \([0-9]*\) passed, \([0-9]*\) failed$/\1 \2/p' "$log")
+    if [ "${counts#* }" = 0 ]
+    then tail -n 1 "$log"
+    else tail -n 40 "$log"
+    fi
+    count ${counts:-0 1}
+}
+
 for name; do
     case $name in
         in-fibers) in_fibers ;;
+        plain) plain ;;
         upstream) upstream ;;
         *) suite "$name" ;;
     esac
