@@ -69,14 +69,11 @@ FUNCTION calls ACCEPT-SIGNALS: an interruption could unwind it before it has beg
 
 (defun call-with-make-thread-lock (function)
   (declare (function function))
-  (with-native-waits (%call-with-make-thread-lock function)))
-
-(defun %call-with-make-thread-lock (function)
-  (declare (function function))
-  (let ((thread (sb-thread::with-system-mutex (sb-thread::*make-thread-lock*)
-                  (handler-case (funcall function)
-                    (error (condition) condition)))))
-    ;; Handlers, or a debugger, run without the lock.
+  (let ((thread (with-native-waits
+                  (sb-thread::with-system-mutex (sb-thread::*make-thread-lock*)
+                    (handler-case (funcall function)
+                      (error (condition) condition))))))
+    ;; Handlers, or a debugger, run without the lock, and park.
     (when (typep thread 'error) (error thread))
     thread))
 
