@@ -57,13 +57,18 @@
       (expect :binding (eq value *variable*))
       (expect :current (eq fiber sb-thread:*current-thread*)))))
 
-;;; A stream that is left while it is being closed would close its number a second time, as in a
-;;; thread. And what it waits for there may outlast the deadline.
+;;; As in a thread, a descriptor is lost if its maker is unwound between the system call and the
+;;; finalizer, and closed twice if its closer is. Both may be by a deadline, too: they take locks.
+(defmacro undisturbed (&body body)
+  "Execute BODY, which neither interruptions nor a deadline unwind."
+  `(sb-sys:without-interrupts
+     (sb-sys:with-deadline (:seconds nil :override t)
+       ,@body)))
+
 (defmacro with-whole-cleanup (body &body cleanup)
   `(sb-sys:without-interrupts
      (unwind-protect (sb-sys:with-local-interrupts ,body)
-       (sb-sys:with-deadline (:seconds nil :override t)
-         ,@cleanup))))
+       (undisturbed ,@cleanup))))
 
 (define-action allocate (inner)
   (let ((data (loop for i below (random 2000) collect i)))
@@ -193,7 +198,7 @@
   (let ((line (format nil "~36R" (random 1000000))) (input nil) (output nil))
     (with-whole-cleanup
         (progn
-          (sb-sys:without-interrupts
+          (undisturbed
             (multiple-value-bind (in out) (sb-posix:pipe)
               (setf input (sb-sys:make-fd-stream in :input t :buffering :full)
                     output (sb-sys:make-fd-stream out :output t :buffering :full))))
@@ -214,10 +219,7 @@
         (name (format nil "/tmp/fiber-mixture-~D-~D" (sb-posix:getpid) (count-one *names*)))
         (sockets '()))
     (flet ((new (function &rest arguments)
-             (sb-sys:without-interrupts
-               (let ((socket (sb-sys:with-local-interrupts (apply function arguments))))
-                 (push socket sockets)
-                 socket))))
+             (undisturbed (first (push (apply function arguments) sockets)))))
       (with-whole-cleanup
           (let ((listener (new #'make-instance 'local-socket :type :stream))
                 (a (new #'make-instance 'local-socket :type :stream)))
