@@ -26,7 +26,7 @@ edited=$(edited_files)
 # First of all what calls the rest whole.
 rm -f "$build/built" "$build/upstream-from"
 cd "$build" 2>/dev/null || exit 0
-rm -rf sbcl laid upstream cache tests rejects ./*.tmp options lock ./*.log
+rm -rf sbcl laid upstream cache tests plain rejects ./*.tmp options lock ./*.log
 if $all; then
     sed -n 's/^[0-9a-f]\{64\}  //p' "$root/UPSTREAM" | xargs rm -f
     cd "$root"

@@ -10,14 +10,15 @@
 #                  another carrier than before;
 #   long           fibers made and ended in all ways for twenty minutes, after
 #                  which no memory, descriptor or stack is lost;
-#   plain          is a build without fibers upstream's SBCL, file by file (see
+#   plain          is a build without fibers upstream's SBCL, file by file: the C
+#                  and what the host Lisp compiles (see
 #                  tools-for-build/compare-plain.sh);
 #   upstream       SBCL's own regression tests, each of its files counted as one
 #                  (to run one of them:
 #                  cd build/sbcl/tests && sh run-tests.sh FILE).
 # Without a name, all but long are run, and those about locks, waits, descriptors
 # and time also as NAME-moving.  The last line says how many checks passed and how many
-# failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT seconds (300),
+# failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT seconds (300; 1800 for long),
 # counts as one that failed.  Logs are left in build/tests/.
 
 set -eu
@@ -51,7 +52,7 @@ lisp=/usr/share/common-lisp/source
            cl-cffi=$lisp/cl-cffi"
 case " $* " in *" upstream "*) needs="$needs procps=ps" ;; esac
 case " $* " in
-    *" foreign "* | *" foreign-moving "*)
+    *" foreign "* | *" foreign-moving "* | *" foreign-random "* | *" foreign-random-moving "*)
         compiler=${CC:-cc}
         needs="$needs gcc=${compiler%% *}"
         compiles stdio.h || needs="$needs libc6-dev=/usr/include/stdio.h" ;;

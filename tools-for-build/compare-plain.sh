@@ -63,7 +63,9 @@ compare() {
     fi
 }
 for object in "$plain"/*/src/runtime/*.o; do strip -g "$object"; done
-files=$(cd "$plain/upstream" && find obj/from-xc src/runtime -name '*-obj' -o -name '*.o')
+files=$(for name in upstream ours; do
+            cd "$plain/$name" && find obj/from-xc src/runtime -name '*-obj' -o -name '*.o'
+        done | sort -u)
 for file in $files; do compare "$file"; done
 echo "plain: $same passed, $different failed"
-[ $different = 0 ]
+[ $different = 0 ] && [ $same -gt 0 ]

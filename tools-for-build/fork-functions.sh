@@ -7,6 +7,8 @@
 #   laid/       the fork's files as they were last laid over it, patches applied
 #   sbcl/       upstream/ with laid/ over it, in which SBCL is built
 #   cache/      fasls of ASDF systems, compiled by the SBCL in sbcl/
+#   tests/      logs of run-tests.sh
+#   plain/      what compare-plain.sh compares
 
 build=${SBCL_BUILD:-$root/build}
 case $build in /*) ;; *) build=$PWD/$build ;; esac

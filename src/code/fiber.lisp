@@ -36,6 +36,7 @@
 ;;;;   poller      *  how readiness is found out; runtime/fiber-poller.c for epoll
 ;;;;   waiter-map  *  which fibers wait for which descriptor
 ;;;;   scheduler      the structures of schedulers, carriers and groups
+;;;;   headroom       how much of the stack must be left for a wait, or a wake-up
 ;;;;   population     how many fibers a group has, and whether it takes more
 ;;;;   (fiber.lisp)   phases, parking and unparking, the way from one fiber to the next
 ;;;;   search         where a carrier looks for work, and how it sleeps
@@ -198,14 +199,6 @@ another one."
                   (setf ,rest (fiber-next ,fiber)
                         (fiber-next ,fiber) nil)
                   ,@body)))))
-
-;;; A wake-up that is cut off by the end of the stack leaves a fiber that is in no queue, or a poller
-;;; that is thought to be awake. So whatever changes state and then wakes lets the stack overflow
-;;; before that; what it calls needs less.
-(declaim (inline ensure-waking-room))
-(defun ensure-waking-room (bytes)
-  "Let the exhaustion of the stack be signalled now if it has not BYTES left."
-  (%touch (sap+ (current-sp) (- bytes))))
 
 (defun wake-carrier (carrier)
   "Let CARRIER look at its inbox, or at the scheduler that it has been given."
@@ -503,12 +496,12 @@ again. REASON is what the fiber waits for, to be shown to users. With interrupts
 
 (defun enter-time (scheduler entry time)
   "Let SCHEDULER serve ENTRY, a fiber or an alarm, at TIME."
-  (ensure-waking-room 2048)
-  (heap-insert (scheduler-deadlines scheduler) entry time)
-  ;; The carrier of another scheduler may be asleep until a later time.
-  (let ((carrier *carrier*))
-    (unless (and carrier (eq scheduler (carrier-scheduler (truly-the carrier carrier))))
-      (wake-poller (scheduler-poller scheduler)))))
+  (with-waking-room (2048)
+    (heap-insert (scheduler-deadlines scheduler) entry time)
+    ;; The carrier of another scheduler may be asleep until a later time.
+    (let ((carrier *carrier*))
+      (unless (and carrier (eq scheduler (carrier-scheduler (truly-the carrier carrier))))
+        (wake-poller (scheduler-poller scheduler))))))
 
 (defun nearest-scheduler (fiber)
   "The scheduler in whose heap a deadline of FIBER goes: its carrier's, or any if that has none."

@@ -133,21 +133,20 @@ static struct fiber_positions* make_positions(struct fiber_arena* a, char* base)
     return p;
 }
 
-/* With the lock. False if there is no memory. A has been placed just now. */
-bool fiber_find_positions(struct fiber_arena* a)
+/* With the lock. A has been placed just now; it gets none if there is no memory. */
+void fiber_find_positions(struct fiber_arena* a)
 {
     uword_t shift = n_blocks % N_SHIFTS;
     char* base = a->base - shift * SHIFT;
     struct fiber_positions* p = all_positions;
     while (p && !(p->arena->stride == a->stride
                   && ((uword_t)p->base - (uword_t)base) % span() == 0)) p = p->next;
-    if (!p && !(p = make_positions(a, base))) return 0;
+    if (!p && !(p = make_positions(a, base))) return;
     uword_t band = shift * CARDS_OF_SHIFT + BAND_DEPTH;
     if (band > p->band) p->band = band;
     a->positions = p;
     a->shift = shift;
     a->marked = p->marked[shift];
-    return 1;
 }
 
 /* The number of the card of the last word of the stacks in slot I that are not shifted, from which

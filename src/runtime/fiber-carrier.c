@@ -27,7 +27,7 @@
 
 /*
  * What is true when nobody is inside: a thread is a carrier if and only if its carrier_context is
- * not 0, and then that is the first member of a struct carrier. To the collector its stack is
+ * not 0, and then that is the first member of a struct fiber_carrier. To the collector its stack is
  * always active: the switch finds it in that state, and leaves it.
  */
 

@@ -283,7 +283,7 @@ bool fiber_release_one()
         if (!run) continue;
         int released = fiber_trim_release(run);
         fiber_trim_put(run, released);
-        return released;
+        return released == RUN_RELEASED;
     }
     return 0;
 }

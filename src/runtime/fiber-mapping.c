@@ -78,7 +78,7 @@ static void choose_guard_method(char* page)
  *    (libraries, threads, arenas) and what they may get while nobody counts them again;
  *  - free stacks lower their guards if there are many, or the budget is nearly used up.
  * Pieces of an arena are one mapping again when all is accessible, since they have the first
- * page's anon_vma: see reserve_arena() in fiber-stack.c.
+ * page's anon_vma: see place_arena() in fiber-arena.c.
  */
 #define MAPPINGS_OF_STACK 4
 #define MAPPINGS_OF_RETURN_GUARD 2

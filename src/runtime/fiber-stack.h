@@ -56,10 +56,11 @@ enum { CONTROL, BINDING, ALIEN, N_STACKS };
 struct guards {
     uint8_t open[N_STACKS];       // steps of the reserve
     uint8_t notified : N_STACKS;  // whether the fiber knows, a bit for each stack
-    uint8_t pending : 1;          // the control stack overflowed, and the fiber must be notified
+    uint8_t pending : N_STACKS;   // that it overflowed, and the fiber must be notified
     uint8_t reporting : 1;        // the fiber reports a failure, and has what is open for that
     uint8_t cut_off : 1;          // some frame was left where the control stack ended
-    uint32_t notified_at;         // handlers run below this offset into the control stack
+    uint32_t notified_at : 31;    // handlers run below this offset into the control stack
+    uint32_t after_call : 1;      // what is pending came in foreign code, and waits for its end
 };
 _Static_assert(sizeof (struct guards) == sizeof (lispobj), "struct guards is one slot");
 
@@ -210,7 +211,7 @@ extern uword_t fiber_return_guard_size(struct fiber_context*);
 
 /* fiber-card.c: where arenas lie, and which of their stacks were written by others. */
 extern char* fiber_place_beside_heap(uword_t size);
-extern bool fiber_find_positions(struct fiber_arena*);
+extern void fiber_find_positions(struct fiber_arena*);
 extern void fiber_test_positions(void);
 extern void fiber_note_depth(struct fiber_arena*, uint32_t i, char* sp);
 extern void fiber_unmark_positions(void);

@@ -24,7 +24,7 @@
  * traceroot.c itself, as those of a thread.
  */
 
-struct words { fiber_root_visitor* visit; void* arg; };
+struct words { fiber_root_visitor *visit, *visit_register; void* arg; };
 
 static void NO_SANITIZE_ADDRESS NO_SANITIZE_MEMORY
 visit_words(struct fiber_context* fc, void* arg)
@@ -32,15 +32,16 @@ visit_words(struct fiber_context* fc, void* arg)
     extern void visit_context_registers(fiber_root_visitor*, os_context_t*, void*);
     struct words* w = arg;
     for (uword_t i = 0; i < fc->signal_context_count; ++i)
-        visit_context_registers(w->visit, (os_context_t*)(&fc->signal_context_0)[i], w->arg);
+        visit_context_registers(w->visit_register, (os_context_t*)(&fc->signal_context_0)[i], w->arg);
     for (lispobj* p = fc->control_stack_pointer; p < fc->control_stack_end; ++p)
         w->visit(*p, w->arg);
 }
 
-/* Call VISIT with each word on a suspended control stack, or in a signal context there, and ARG. */
-void fiber_trace_words(fiber_root_visitor* visit, void* arg)
+/* Call VISIT with each word on a suspended control stack and ARG, and VISIT_REGISTER with those in a
+ * signal context there. */
+void fiber_trace_words(fiber_root_visitor* visit, fiber_root_visitor* visit_register, void* arg)
 {
-    struct words w = { visit, arg };
+    struct words w = { visit, visit_register, arg };
     fiber_each_suspended(visit_words, &w);
 }
 
@@ -63,6 +64,8 @@ return_address_of_frame(struct fiber_context* fc, lispobj* address)
 struct search {
     bool (*refers)(lispobj word, void* arg);
     void* arg;
+    int (*index_ok)(lispobj index, struct vector* ignored); // of a current binding
+    struct vector* ignored;
     struct fiber_context* owner; // 0 until one is found
     lispobj* where;
 };
@@ -82,21 +85,10 @@ search_control_stack(struct fiber_context* fc, void* arg)
  * with ARG, or 0. *PC is an address in the function whose frame has it. */
 struct fiber_context* fiber_trace_control_stack(bool (*refers)(lispobj, void*), void* arg, char** pc)
 {
-    struct search s = { refers, arg, 0, 0 };
+    struct search s = { refers, arg };
     fiber_each_suspended(search_control_stack, &s);
     if (s.owner) *pc = return_address_of_frame(s.owner, s.where);
     return s.owner;
-}
-
-static void search_bindings(struct fiber_context* fc, void* arg)
-{
-    struct search* s = arg;
-    for (lispobj* p = (lispobj*)fc->binding_stack_start;
-         !s->owner && p < (lispobj*)fc->binding_stack_pointer; p += 2)
-        if (s->refers(*p, s->arg)) {
-            s->owner = fc;
-            s->where = p;
-        }
 }
 
 /* The newest binding of a variable has the current value, since a switch exchanges them. */
@@ -107,17 +99,39 @@ static bool newest_p(struct fiber_context* fc, lispobj* binding)
     return 1;
 }
 
-/* The same for bindings. *WHERE is the one that REFERS, and *CURRENT says whether it has the
- * variable's value there, or one that is shadowed. */
-struct fiber_context* fiber_trace_bindings(bool (*refers)(lispobj, void*), void* arg,
-                                           lispobj** where, bool* current)
+static void search_bindings(struct fiber_context* fc, void* arg)
 {
-    struct search s = { refers, arg, 0, 0 };
+    struct search* s = arg;
+    for (lispobj* p = (lispobj*)fc->binding_stack_start;
+         !s->owner && p < (lispobj*)fc->binding_stack_pointer; p += 2)
+        if (s->refers(*p, s->arg) && (!newest_p(fc, p) || s->index_ok(p[1], s->ignored))) {
+            s->owner = fc;
+            s->where = p;
+        }
+}
+
+/* The same for bindings, but for values of variables that are not INDEX_OK. *WHERE is the one that
+ * REFERS, and *CURRENT says whether it has the variable's value there, or one that is shadowed. */
+struct fiber_context* fiber_trace_bindings(bool (*refers)(lispobj, void*), void* arg,
+                                           int (*index_ok)(lispobj, struct vector* ignored),
+                                           struct vector* ignored, lispobj** where, bool* current)
+{
+    struct search s = { refers, arg, index_ok, ignored };
     fiber_each_suspended(search_bindings, &s);
     if (!s.owner) return 0;
     *where = s.where;
     *current = newest_p(s.owner, s.where);
     return s.owner;
+}
+
+/* ROOT is a context, or a thread; if that runs a fiber, the fiber's context is meant, as long as the
+ * world is stopped. */
+void* fiber_trace_owner(void* root)
+{
+    struct thread* th;
+    for_each_thread(th)
+        if (th == root && th->fiber_context) return th->fiber_context;
+    return root;
 }
 
 #endif

@@ -41,11 +41,16 @@ extern int fiber_verify_binding_stacks(int (*verify)(lispobj, lispobj*, void*), 
 extern void fiber_exclude_own_stack(struct thread*, lispobj* from, lispobj* to);
 
 /* fiber-trace.c: what refers to an object, with the world stopped */
-extern void fiber_trace_words(fiber_root_visitor*, void* arg);
+extern void fiber_trace_words(fiber_root_visitor* visit, fiber_root_visitor* visit_register,
+                              void* arg);
 extern struct fiber_context* fiber_trace_control_stack(bool (*refers)(lispobj, void*), void* arg,
                                                        char** pc);
+struct vector;
 extern struct fiber_context* fiber_trace_bindings(bool (*refers)(lispobj, void*), void* arg,
+                                                  int (*index_ok)(lispobj, struct vector* ignored),
+                                                  struct vector* ignored,
                                                   lispobj** where, bool* current);
+extern void* fiber_trace_owner(void* root);
 
 /* The bits of *FOREIGN-FRAMES*, as in code/fiber/foreign.lisp; the last is the first of many. */
 enum { BELOW_CALLBACK = 1, FRAMES_TO_KEEP = 2, KEEPS_FOREIGN_FRAMES = 4, INTERRUPTIBLE_FRAMES = 8 };
@@ -54,6 +59,8 @@ enum { BELOW_CALLBACK = 1, FRAMES_TO_KEEP = 2, KEEPS_FOREIGN_FRAMES = 4, INTERRU
 extern bool fiber_defer_signal(struct thread*, int signal, os_context_t*);
 extern void fiber_send_deferred_signals(struct thread*);
 extern bool fiber_trap_to_ignore(struct thread*);
+extern bool fiber_in_foreign_code(struct thread*, os_context_t*);
+extern void fiber_trap_after_call(struct thread*);
 extern void fiber_call_back(lispobj arg1, lispobj arg2, lispobj arg0, struct thread*);
 
 /* fiber-overflow.c, fiber-signal.c, fiber-poller.c, fiber-reserve.c: signals and faults */

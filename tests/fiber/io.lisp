@@ -402,3 +402,16 @@
           (sb-unix:unix-close out)
           (is (= 3000 (reduce #'+ (join-all readers))))
           (sb-unix:unix-close in))))))
+
+;;; Prevents: a table that refers to what is in an arena, which is used again.
+(test descriptors-closed-in-an-arena
+  (is (equal "(T NIL)"
+             (child-result
+              '(let ((arena (sb-vm:new-arena 1048576)))
+                (multiple-value-bind (reader writer) (sb-unix:unix-pipe)
+                  (declare (ignore writer))
+                  (sb-vm:with-arena (arena) (sb-unix:unix-close reader))
+                  (let ((cell (sb-fiber::find-fd-cell reader nil)))
+                    (princ (list (not (null cell))
+                                 (sb-vm:find-containing-arena
+                                  (sb-kernel:get-lisp-obj-address cell)))))))))))

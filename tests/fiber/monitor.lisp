@@ -503,3 +503,31 @@ another fiber, which begins later."
   (with-group (group 2)
     (join-all (loop repeat 10 collect (spawn (group) (loop repeat 20 do (sleep 1/200)))))
     (is (= 0 (stuck-ever group)))))
+
+;;; Prevents: a thread for each look at a carrier, while the first ones wait for the stream.
+(test one-warning-of-a-carrier-at-a-time
+  (with-group (group 1)
+    (let ((carrier (first (sb-fiber::fiber-group-carriers group)))
+          (go-on (make-flag)) (warnings (make-flag)))
+      (flet ((warn-slowly ()
+               (sb-fiber::call-warner carrier (lambda ()
+                                                (count-one warnings)
+                                                (wait-until (flag-value go-on)))))
+             (warner () (sb-fiber::carrier-warner carrier)))
+        (dotimes (i 5) (warn-slowly))
+        (raise-flag go-on)
+        (is-true (wait-until (not (sb-thread:thread-alive-p (warner)))))
+        (is (= 1 (flag-count warnings)))
+        (warn-slowly)
+        (is-true (wait-until (not (sb-thread:thread-alive-p (warner)))))
+        (is (= 2 (flag-count warnings)))))))
+
+;;; Prevents: another spare at each look, while the first one is being started.
+(test a-spare-that-is-being-started
+  (with-group (group 1)
+    (let ((carrier (sb-fiber::%make-carrier group)))
+      (is-true (sb-fiber::starting-spare-p carrier))
+      (sb-fiber::advance-epoch carrier)
+      (is (not (sb-fiber::starting-spare-p carrier))))
+    (join (spawn (group) 1))
+    (is (notany #'sb-fiber::starting-spare-p (sb-fiber::fiber-group-carriers group)))))

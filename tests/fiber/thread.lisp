@@ -10,6 +10,7 @@
 (in-package "SB-FIBER-TESTS")
 
 (load (merge-pathnames "support/zones.lisp" *load-truename*))
+(load (merge-pathnames "support/stack-ends.lisp" *load-truename*))
 
 (def-suite* thread)
 
@@ -75,3 +76,52 @@
             (is (eq :deadline (join fiber)))
             (raise-flag stop)
             (join-all stuck)))))))
+
+;;; Prevents: *MAKE-THREAD-LOCK*, or one of the C library, that is held by handlers or by nobody.
+(test threads-made-at-the-end-of-the-stack
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((overflows 0) (held 0))
+        (loop for distance from 9000 downto 0 by 181
+              do (unless (eql 1
+                              (join
+                               (spawn (group)
+                                 (block nil
+                                   (handler-bind ((storage-condition
+                                                    (lambda (condition)
+                                                      (declare (ignore condition))
+                                                      (when (holding-mutex-p
+                                                             sb-thread::*make-thread-lock*)
+                                                        (incf held))
+                                                      (return))))
+                                     (call-at-distance
+                                      distance
+                                      (lambda () (join-thread (make-thread (lambda () 1))))))))))
+                   (incf overflows)))
+        (is (plusp overflows))
+        (is (= 0 held))
+        (is (eq :made (join (spawn (group) (join-thread (make-thread (lambda () :made)))))))))))
+
+;;; Prevents: *JOINABLE-THREADS* with conses in an arena, which is used again.
+(test threads-that-are-ending-in-an-arena
+  (is (equal "NIL"
+             (child-result
+              '(let ((threads (loop repeat 3 collect (make-thread (lambda () (sleep 60)))))
+                     (arena (sb-vm:new-arena 1048576)))
+                (setf sb-thread::*joinable-threads* (copy-list threads))
+                (sb-vm:with-arena (arena) (sb-fiber::pop-joined-thread nil))
+                (prin1 (sb-vm:find-containing-arena
+                        (sb-kernel:get-lisp-obj-address sb-thread::*joinable-threads*)))
+                (finish-output)
+                (sb-ext:exit :code 0 :abort t))))))
+
+;;; Prevents: SAVE-LISP-AND-DIE that finds out too late that there is another thread; EXIT that cannot
+;;; end it.
+(test a-thread-that-warns-is-like-those-of-users
+  (let* ((go-on (make-flag))
+         (thread (sb-fiber::call-in-thread (lambda () (loop until (flag-value go-on)
+                                                            do (sleep 1/100))))))
+    (is-true (member thread (sb-thread:list-all-threads)))
+    (sb-thread:terminate-thread thread)
+    (is-true (wait-until (not (sb-thread:thread-alive-p thread))))
+    (raise-flag go-on)))

@@ -19,10 +19,10 @@
     (opaque words)
     (sb-sys:scrub-control-stack)))
 
-(defun roots (weak-pointer)
-  "The root of each path to what WEAK-POINTER points to."
+(defun roots (weak-pointer &rest ignored)
+  "The root of each path to what WEAK-POINTER points to, which is not in an IGNORED variable."
   (scrub)
-  (mapcar #'second (sb-ext:search-roots weak-pointer :print nil)))
+  (mapcar #'second (sb-ext:search-roots weak-pointer :print nil :ignore ignored)))
 
 (defun new-object ()
   (list (vector (make-string 10))))
@@ -77,7 +77,8 @@ TAKE, called by FORM, returns."
           (let ((*kept* (take)))
             (scrub)
             (fiber-park))
-        (is (equal '(("keeper" *kept* t)) (roots weak)))))))
+        (is (equal '(("keeper" *kept* t)) (roots weak)))
+        (is (null (roots weak '*kept*)))))))
 
 (test in-a-shadowed-binding-of-a-parked-fiber
   (on-carriers (n)
@@ -87,7 +88,8 @@ TAKE, called by FORM, returns."
             (let ((*kept* 1))
               (scrub)
               (fiber-park)))
-        (is (equal '(("keeper" *kept* nil)) (roots weak)))))))
+        (is (equal '(("keeper" *kept* nil)) (roots weak)))
+        (is (equal '(("keeper" *kept* nil)) (roots weak '*kept*)))))))
 
 (test in-the-fiber-that-searches
   (on-carriers (n)
@@ -109,3 +111,29 @@ TAKE, called by FORM, returns."
       (scrub)
       (sb-ext:gc :full t)
       (is (null (roots weak))))))
+
+(test in-a-fiber-that-runs-elsewhere
+  (with-group (group 1)
+    (let ((running (make-flag)) (stop (make-flag)))
+      (multiple-value-bind (fiber weak)
+          (call-with-object (lambda (object)
+                              (let ((cell (list object)))
+                                (spawn (group :name "runner")
+                                  (let ((object (pop cell)))
+                                    (raise-flag running)
+                                    (compute-until stop)
+                                    (opaque object))))))
+        (wait-until (flag-value running))
+        (is (equal "runner" (first (first (roots weak)))))
+        (raise-flag stop)
+        (join fiber)))))
+
+;;; Prevents: a context that is taken for a thread.
+(test the-fiber-has-ended-since
+  (with-group (group 1)
+    (let* ((fiber (spawn (group) (fiber-park)))
+           (context (progn (wait-until-parked fiber) (sb-fiber::fiber-context fiber))))
+      (is (eq fiber (sb-fiber::thread-of-root context)))
+      (fiber-unpark fiber)
+      (join fiber)
+      (is (null (sb-fiber::thread-of-root context))))))

@@ -114,8 +114,10 @@
     (let* ((old (deadline-heap-entries heap))
            (length (length old)))
       (when (< (deadline-heap-count heap) length) (return))
-      (let ((new (make-array (* 2 length) :initial-element 0))
-            (times (make-array (* 2 length) :element-type 'fixnum)))
+      (multiple-value-bind (new times)
+          (sb-vm:without-arena
+            (values (make-array (* 2 length) :initial-element 0)
+                    (make-array (* 2 length) :element-type 'fixnum)))
         (with-tiny-lock ((deadline-heap-lock heap))
           (when (eq old (deadline-heap-entries heap))
             (dotimes (i length)

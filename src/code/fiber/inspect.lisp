@@ -282,10 +282,6 @@ why there is none. FUNCTION must neither allocate nor wait."
 
 ;;;; what keeps an object alive
 
-(defun fiber-whose-context-is (address)
-  (let ((index (alien-funcall (extern-alien "fiber_index_at" (function int unsigned)) address)))
-    (and (>= index 0) (fiber-at index))))
-
 (defun carrier-whose-context-is (address)
   (dolist (group *groups*)
     (dolist (carrier (fiber-group-carriers group))
@@ -294,12 +290,11 @@ why there is none. FUNCTION must neither allocate nor wait."
 
 (defun thread-of-root (address)
   "The fiber or thread whose stack SEARCH-ROOTS has found, or NIL: ADDRESS is 0, or that of the
-context of a suspended stack, or of the structure of a thread, which may be running a fiber."
-  (flet ((slot (n) (sap-ref-word (int-sap address) (ash n sb-vm:word-shift))))
+context of a stack, or of the structure of a thread. A fiber may have ended since, and then is not
+found any more."
+  (let ((index (alien-funcall (extern-alien "fiber_index_at" (function int unsigned)) address)))
     (cond ((= address 0) nil)
-          ((fiber-whose-context-is address))
+          ((>= index 0) (fiber-at index))
           ((awhen (carrier-whose-context-is address) (carrier-thread it)))
-          ((/= 0 (slot sb-vm::thread-fiber-context-slot))
-           (fiber-whose-context-is (slot sb-vm::thread-fiber-context-slot)))
           (t (sap-ref-lispobj (int-sap address)
                               (ash sb-vm::thread-lisp-thread-slot sb-vm:word-shift))))))

@@ -298,13 +298,13 @@ closed while the fiber yields."
   "Called before FD is closed by any of the ways that we know, with interrupts off. Return what
 NOTE-CLOSED is to be told."
   (when (typep fd 'descriptor)
-    (ensure-waking-room 4096)
-    (let ((cell (or (find-fd-cell fd nil)
-                    (and (/= 0 (file-identity fd)) (find-fd-cell fd t)))))
-      (when cell
-        (multiple-value-bind (waiters generation) (forget-file cell)
-          (mapc #'unpark waiters)
-          generation)))))
+    (with-waking-room (4096)            ; the stream does not have the number any more
+      (let ((cell (or (find-fd-cell fd nil)
+                      (and (/= 0 (file-identity fd)) (find-fd-cell fd t)))))
+        (when cell
+          (multiple-value-bind (waiters generation) (forget-file cell)
+            (mapc #'unpark waiters)
+            generation))))))
 
 ;;; A fiber that began to wait after NOTE-CLOSE and before the close itself would wait for ever. It
 ;;; looks whether its file is still there.
@@ -312,7 +312,8 @@ NOTE-CLOSED is to be told."
   "Called after FD has been closed, with interrupts off. MARK is what NOTE-CLOSE has returned."
   (let ((cell (and mark (find-fd-cell fd nil))))
     (when cell
-      (mapc #'unpark (wake-late-waiters cell mark)))))
+      (with-waking-room (4096)
+        (mapc #'unpark (wake-late-waiters cell mark))))))
 
 ;;; The system call closes NEW, unless it fails because OLD is not open.
 (defun closing-dup2 (old new)

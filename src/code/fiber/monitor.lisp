@@ -64,8 +64,9 @@ until they are back. A global variable: it can be set and not be bound.")
   (declare (simple-vector places))
   (count-if-not (lambda (object) (eql object 0)) places))
 
+;;; Its first act is LIST-SPARE.
 (defun starting-spare-p (carrier)
-  (and (= (carrier-context carrier) 0) (null (carrier-scheduler carrier))))
+  (and (= (carrier-epoch carrier) 1) (null (carrier-scheduler carrier))))
 
 (defun need-spare-p (group)
   "Are there not more spares, those that are being started included, than schedulers that want one?"
@@ -250,8 +251,9 @@ of it."
     (and fiber (eq (fiber-carrier fiber) carrier) fiber)))
 
 ;;; A warning is printed by a thread of its own: the stream's lock may belong to the fiber that is
-;;; stuck, and that of the pool to one that waits behind it. An error is signalled in the fiber,
-;;; where that can be interrupted.
+;;; stuck, and that of the pool to one that waits behind it. While the last one waits for the lock no
+;;; other is begun for the same carrier. An error is signalled in the fiber, where that can be
+;;; interrupted.
 (defun report-stuck (carrier epoch period)
   (let* ((action *blocked-carrier-action*)
          (fiber (and action (fiber-on carrier))))
@@ -260,7 +262,12 @@ of it."
             (time (ceiling period 1000000)))
         (if (eq action :error)
             (%interrupt-fiber fiber (lambda () (misuse fiber control fiber time)))
-            (ignore-errors (call-in-thread (lambda () (warn control fiber time)))))))))
+            (call-warner carrier (lambda () (warn control fiber time))))))))
+
+(defun call-warner (carrier function)
+  (let ((last (carrier-warner carrier)))
+    (unless (and last (sb-thread:thread-alive-p last))
+      (setf (carrier-warner carrier) (ignore-errors (call-in-thread function))))))
 
 ;;;; the monitor's thread
 

@@ -330,7 +330,7 @@ woken."
   (let ((bucket (bucket-of address)))
     (barrier (:memory))
     (unless (= (bucket-waiters bucket) 0)
-      (ensure-waking-room 3072)
-      (without-interruptions
-        (wake-by-preference bucket address (min n max-woken))))
+      (with-waking-room (3072)          ; the word has been changed
+        (without-interruptions
+          (wake-by-preference bucket address (min n max-woken)))))
     nil))

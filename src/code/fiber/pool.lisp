@@ -97,7 +97,7 @@ need as many threads as there are of them. A global variable: it can be set and 
           (with-native-waits ,@body)))
 
 (defun add-entry (pool entry)
-  (with-whole-pool (%add-entry pool entry)))
+  (with-whole-pool (sb-vm:without-arena (%add-entry pool entry))))
 
 (defun %add-entry (pool entry)
   (unless (blocking-pool-entries pool)
@@ -251,6 +251,7 @@ called."
   (let ((function (coerce function 'function)))
     (if (can-park-p)
         (let ((call (make-blocking-call function)))
+          (ensure-waking-room 4096)
           (without-interrupts           ; it is abandoned once the fiber is being unwound
             (unwind-protect (with-local-interrupts (wait-for-call call))
               (abandon-call call)))
@@ -269,13 +270,6 @@ until it returns."
     (with-pool-lock (pool)
       (add-entry pool call)
       (staff-pool pool))))
-
-(defun call-in-thread (function)
-  "Let a thread of its own call FUNCTION, whose outcome is dropped. Waits for no lock of the pool."
-  (make-carrier-thread "fiber call"
-                       (lambda (call)
-                         (without-interrupts (allow-with-interrupts (make-call call))))
-                       (make-blocking-call function)))
 
 (defun wait-for-call (call)
   (let ((function (blocking-call-function call))) ; END-CALL forgets it

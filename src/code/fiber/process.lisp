@@ -73,6 +73,7 @@ that LOCK, a form without its body, protects."
     `(call-with-process-events
       ,pid
       (lambda (,event)
+        (ensure-waking-room 4096)
         (without-interrupts
           (unwind-protect (progn (,@lock (push ,event ,waiters))
                                  (with-local-interrupts ,@body))

@@ -57,6 +57,8 @@
   (seen-time 0 :type fixnum)
   ;; The epoch in which it was found to be stuck.
   (stuck-epoch 0 :type (and unsigned-byte fixnum))
+  ;; The thread that warns of that, or has.
+  (warner nil)
   ;; Fibers that only this carrier may run, a chain through NEXT, of which the last is first.
   (inbox nil)
   ;; How many fibers have it as their home. Written by itself, while it runs one of them: see

@@ -72,7 +72,8 @@
     (loop
       (let ((block (svref *fiber-table* i)))
         (when (simple-vector-p block) (return block))
-        (cas (svref *fiber-table* i) 0 (make-array 4096 :initial-element 0))))))
+        (sb-vm:without-arena
+          (cas (svref *fiber-table* i) 0 (make-array 4096 :initial-element 0)))))))
 
 (defun fiber-at (index)
   "The fiber that lives on the stack number INDEX, or NIL."
@@ -159,7 +160,7 @@ Return false if there was none, or it was not possible."
             (alien-funcall (extern-alien "fiber_trim_put" (function void unsigned int))
                            run released)
             nil))
-        (/= released 0)))))
+        (= released 1)))))
 
 (declaim (ftype (sfunction ((unsigned-byte 62)) null) trim-stacks-to))
 (defun trim-stacks-to (bytes)

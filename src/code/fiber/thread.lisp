@@ -18,7 +18,7 @@
 
 (defmacro with-native-waits (&body body)
   "Execute BODY, which waits for short times only, such that a fiber keeps its carrier in it, and
-that neither a deadline nor the end of the stack cuts its waits off."
+that no deadline cuts its waits off. The caller sees to it that the end of the stack does not."
   `(let ((*foreign-frames* (logior *foreign-frames* +below-callback+))
          (*noting-blocked-carrier* t)
          (sb-impl::*deadline* nil))
@@ -35,7 +35,8 @@ have not ended yet remain there, unless WAIT."
           ((= 0 (alien-funcall (extern-alien "fiber_join_os_thread" (function int unsigned int))
                                (sb-thread::thread-os-thread thread) (if wait 1 0)))
            thread)
-          (t (atomic-push thread sb-thread::*joinable-threads*)
+          (t (locally (declare (sb-c::tlab :system)) ; an arena may be rewound
+               (atomic-push thread sb-thread::*joinable-threads*))
              nil))))
 
 ;;; With interrupts off: a fiber that parked in BODY would go on in another thread.
@@ -69,13 +70,24 @@ FUNCTION calls ACCEPT-SIGNALS: an interruption could unwind it before it has beg
 
 (defun call-with-make-thread-lock (function)
   (declare (function function))
+  (ensure-waking-room 6144)
   (let ((thread (with-native-waits
                   (sb-thread::with-system-mutex (sb-thread::*make-thread-lock*)
                     (handler-case (funcall function)
-                      (error (condition) condition))))))
+                      (serious-condition (condition) condition))))))
     ;; Handlers, or a debugger, run without the lock, and park.
-    (when (typep thread 'error) (error thread))
+    (when (typep thread 'serious-condition) (error thread))
     thread))
+
+;;; It is a thread as those of users are, which EXIT ends, and SAVE-LISP-AND-DIE tells of.
+(defun call-in-thread (function)
+  "Let a thread of its own call FUNCTION, whose outcome is dropped. The thread is returned."
+  (declare (function function))
+  (sb-thread:make-thread (lambda ()
+                           (without-interrupts
+                             (accept-signals)
+                             (with-local-interrupts (ignore-errors (funcall function)))))
+                         :name "fiber warning"))
 
 (defun accept-signals ()
   "Let this thread, in which interrupts are off, be sent signals."

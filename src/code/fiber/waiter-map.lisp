@@ -74,7 +74,8 @@
   (known-to 0 :type (unsigned-byte 62)))
 (declaim (freeze-type fd-cell))
 
-;;; Blocks of 256 cells, of which there are 4096 in each of 2048 parts.
+;;; Blocks of 256 cells, of which there are 4096 in each of 2048 parts. A thread may use an arena,
+;;; which will be used for other things.
 (define-load-time-global *fd-table* (make-array 2048 :initial-element 0))
 (declaim (type simple-vector *fd-table*))
 
@@ -85,7 +86,8 @@
   (let ((entry (svref table index)))
     (cond ((simple-vector-p entry) entry)
           (createp
-           (cas (svref table index) 0 (make-array length :initial-element 0))
+           (sb-vm:without-arena
+             (cas (svref table index) 0 (make-array length :initial-element 0)))
            (truly-the simple-vector (svref table index))))))
 
 (defun find-fd-cell (fd createp)
@@ -97,7 +99,7 @@
       (let ((cell (svref block i)))
         (cond ((fd-cell-p cell) cell)
               (createp
-               (cas (svref block i) 0 (make-fd-cell fd))
+               (sb-vm:without-arena (cas (svref block i) 0 (make-fd-cell fd)))
                (svref block i)))))))
 
 (defun map-fd-cells (function)

@@ -55,35 +55,6 @@ off."
   (when (/= 0 (context-word (context-of fiber) guards))
     (alien-funcall (extern-alien "fiber_rearm_guards" (function void)))))
 
-;;; What a wait needs of the control stack, from the question whether it is possible to its end.
-(defconstant waiting-room 8192)
-
-(declaim (inline waiting-room-p))
-(defun waiting-room-p (fiber)
-  (>= (- (sap-int (current-sp)) waiting-room)
-      (+ (fiber-control-stack-start fiber)
-         (extern-alien "fiber_control_reserve" unsigned))))
-
-;;; A stack that overflows in the midst of a wait is unwound with the fiber in some chain, or with
-;;; its predecessor forgotten.
-(declaim (ftype (sfunction () (values)) exhaust-stack-before-waiting))
-(defun exhaust-stack-before-waiting ()
-  "Let the exhaustion of the stack be signalled unless the running fiber handles one already, and
-has the room to wait in that."
-  (let ((sp (current-sp)))
-    (%touch (sap+ sp -2048))            ; so that the stack overflows here, not in C
-    (%touch (alien-funcall (extern-alien "fiber_place_for_waiting"
-                                         (function system-area-pointer system-area-pointer
-                                                   unsigned))
-                           sp waiting-room)))
-  (values))
-
-(declaim (inline ensure-waiting-room))
-(defun ensure-waiting-room (fiber)
-  "If the stack of FIBER, which is running, is about to be exhausted, let that be signalled now."
-  (unless (waiting-room-p fiber)
-    (exhaust-stack-before-waiting)))
-
 (declaim (ftype (sfunction () boolean) can-park-p))
 (defun can-park-p ()
   "Is a fiber running that can leave its carrier here? If it has too little stack for that, the

@@ -96,11 +96,12 @@
 (defun stack-pointer () (sb-sys:sap-int (sb-vm::current-sp)))
 
 (declaim (notinline call-at-distance))
-(defun call-at-distance (distance function)
-  "Call FUNCTION with about DISTANCE bytes of control stack left."
+(defun call-at-distance (distance function &optional (end #'control-base))
+  "Call FUNCTION with about DISTANCE bytes of control stack left, before the address that END
+returns."
   (declare (optimize (speed 1) (debug 1)))
-  (let ((n (- (stack-pointer) (control-base) distance)))
-    (cond ((> n 2000) (multiple-value-prog1 (call-at-distance distance function) (stack-pointer)))
+  (let ((n (- (stack-pointer) (funcall end) distance)))
+    (cond ((> n 2000) (multiple-value-prog1 (call-at-distance distance function end) (stack-pointer)))
           ((<= n 250) (funcall function))
           (t (let ((filler (make-array (- n 200) :element-type '(unsigned-byte 8))))
                (declare (dynamic-extent filler) (optimize (safety 0) (debug 0)))
