@@ -28,15 +28,21 @@
   (setf (hunchentoot:content-type*) "text/plain")
   "Hello, World!")
 
-(defun serve (port kind &optional (carriers (sb-ext:posix-getenv "P")))
+(defun start-server (port kind carriers)
   (hunchentoot:start
    (make-instance 'hunchentoot:easy-acceptor
-                  :address "127.0.0.1" :port (parse-integer port)
+                  :address "127.0.0.1" :port port
                   :listen-backlog 4096
                   :access-log-destination nil :message-log-destination nil
-                  :taskmaster (make-taskmaster kind (parse-integer carriers))))
+                  :taskmaster (make-taskmaster kind carriers))))
+
+(defun stop-server (acceptor) (hunchentoot:stop acceptor))
+
+(defun serve (port kind &optional (carriers (sb-ext:posix-getenv "P")))
+  (start-server (parse-integer port) kind (parse-integer carriers))
   (format t "Listening on 127.0.0.1:~A, serving from ~A~%" port kind)
   (finish-output)
   (loop (sleep 3600)))
 
-(apply #'serve (cddr sb-ext:*posix-argv*))
+(when (equal "http" (second sb-ext:*posix-argv*))
+  (apply #'serve (cddr sb-ext:*posix-argv*)))

@@ -21,6 +21,9 @@
 #                         full collection
 #   burst N               N fibers that have been 100 kB deep: the resident set
 #                         before they were made and after they have ended
+#   httpidle N            N connections to Hunchentoot that have had an answer,
+#                         and wait: growth of the resident set, the heap and the
+#                         page tables for each
 #   http PORT fibers|threads [CARRIERS]
 #                         hello world with Hunchentoot on 127.0.0.1, until killed
 #
@@ -42,6 +45,7 @@ case ${1-} in
     switch | create | mutex | condvar) file=fibers.lisp P=${P:-1} ;;
     idle | gcpause | burst) file=memory.lisp P=${P:-1} ;;
     mutex-free) file=mutex-free.lisp P=1 ;;
+    httpidle) file=httpidle.lisp P=${P:-1} ;;
     http) file=http.lisp P=${P:-$(nproc)} ;;
     *) sed -n '2,/^$/{s/^# \{0,1\}//p;}' "$0" >&2; exit 2 ;;
 esac
