@@ -529,5 +529,5 @@ another fiber, which begins later."
       (is-true (sb-fiber::starting-spare-p carrier))
       (sb-fiber::advance-epoch carrier)
       (is (not (sb-fiber::starting-spare-p carrier))))
-    (join (spawn (group) 1))
-    (is (notany #'sb-fiber::starting-spare-p (sb-fiber::fiber-group-carriers group)))))
+    (is-true (wait-until (notany #'sb-fiber::starting-spare-p
+                                 (sb-fiber::fiber-group-carriers group))))))
