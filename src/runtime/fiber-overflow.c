@@ -35,8 +35,7 @@
 /*
  * What is true when nobody is inside:
  *  - execution is diverted to Lisp only where Lisp could have been interrupted anyway, see
- *    in_critical_section(), and not out of foreign code, but for the end of a fiber that has no
- *    stack left;
+ *    in_critical_section();
  *  - a fiber that reports a failure has as much room as a handler of an exhaustion, and is notified
  *    if that is used up, whatever it was notified of before, see fiber_make_room_to_report().
  */
@@ -92,7 +91,7 @@ static char* skip_return_guard(struct fiber_context* fc, char* sp)
 static void open_silently(struct fiber_context* fc, int stack, int n, char* sp)
 {
     fiber_open_steps(fc, stack, n);
-    if (stack == CONTROL) guards_of(fc)->pending |= 1 << CONTROL;
+    if (stack == CONTROL) guards_of(fc)->pending = 1;
     if (!fc->return_guard)
         fiber_place_return_guard(fc, (sp < control_base(fc) ? control_base(fc) : sp) + SIGNAL_ROOM);
 }
@@ -114,7 +113,7 @@ static void make_room_to_report(struct thread* th, struct fiber_context* fc, cha
     int used = sp < base ? (base - sp) / STEP_SIZE + 1 : 0;
     if (n > most) n = most;
     fiber_limit_open_steps(fc, n > used ? n : used);
-    g->pending &= ~(1 << CONTROL);
+    g->pending = 0;
     g->reporting = 1;
     char* top = (sp < base ? base : sp) + SIGNAL_ROOM;
     g->notified_at = top - (char*)fc->control_stack_start;
@@ -211,8 +210,10 @@ static void notify(struct thread* th, struct fiber_context* fc, os_context_t* co
         end_fiber(th, fc, context);
         return;
     }
-    g->pending &= ~(1 << stack);
-    if (stack == CONTROL) g->cut_off = 1;
+    if (stack == CONTROL) {
+        g->pending = 0;
+        g->cut_off = 1;
+    }
     sp = skip_return_guard(fc, sp);
     *os_context_register_addr(context, reg_SP) = (os_context_register_t)sp;
     g->notified |= 1 << stack;
@@ -230,35 +231,22 @@ static bool notify_again(struct thread* th, struct fiber_context* fc, os_context
 {
     struct guards* g = guards_of(fc);
     int stack = g->notified & (1 << BINDING) ? BINDING : ALIEN;
-    if (!(g->notified & (1 << stack))
-        || in_critical_section(th, context) || fiber_in_foreign_code(th, context)
+    if (!(g->notified & (1 << stack)) || in_critical_section(th, context)
         || fc->return_guard > (lispobj)fc->control_stack_start + g->notified_at) return 0;
     g->notified &= ~(1 << stack);
     notify(th, fc, context, stack, 0);
     return 1;
 }
 
-/* TH, in foreign code, has come to the end of STACK. */
-static void overflow_in_call(struct thread* th, struct fiber_context* fc, os_context_t* context,
-                             int stack, int n_steps)
-{
-    struct guards* g = guards_of(fc);
-    open_silently(fc, stack, n_steps, context_sp(context));
-    g->pending |= 1 << stack;
-    g->after_call = 1;
-    fiber_trap_after_call(th);
-}
-
 static void reserve_hit(struct thread* th, struct fiber_context* fc, os_context_t* context,
                         int stack, int step)
 {
     if (step == n_steps(stack)) end_fiber(th, fc, context); // the hard guard
-    else if (in_critical_section(th, context)) {
+    else if (!in_critical_section(th, context)) notify(th, fc, context, stack, step);
+    else {
         open_silently(fc, stack, step + 1, context_sp(context));
         if (stack == CONTROL) postpone(th, context);
-    } else if (fiber_in_foreign_code(th, context))
-        overflow_in_call(th, fc, context, stack, step + 1);
-    else notify(th, fc, context, stack, step);
+    }
 }
 
 /* If SP is below the guard, the frame that writes has not returned, and writes to an object above;
@@ -324,7 +312,6 @@ static void overflow_for_signal(struct thread* th, struct fiber_context* fc, os_
         postpone(th, context);
     } else if (left_alone(th, fc, context_sp(context), needed))
         fiber_open_steps(fc, CONTROL, needed);
-    else if (fiber_in_foreign_code(th, context)) overflow_in_call(th, fc, context, CONTROL, needed);
     else notify(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
 }
 
@@ -413,20 +400,10 @@ bool fiber_overflow_pending(struct thread* th)
     return th->fiber_context && guards_of(th->fiber_context)->pending;
 }
 
-/* Notify the fiber of what is pending. It may have been a collection alone, which needs more stack
- * than what comes next may need. */
-static void notify_of_pending(struct thread* th, struct fiber_context* fc, os_context_t* context)
-{
-    struct guards* g = guards_of(fc);
-    int stack = g->pending & (1 << BINDING) ? BINDING : g->pending & (1 << ALIEN) ? ALIEN : CONTROL;
-    g->after_call = 0;
-    if (stack != CONTROL || context_sp(context) < control_base(fc) + NEAR_THE_END)
-        notify(th, fc, context, stack, g->open[stack]);
-}
-
 /* The last thing that a trap for pending interrupts does. See the head of
  * assembly/x86-64/fiber.lisp for the first case; the second is an overflow of which the
- * fiber could not be notified before. */
+ * fiber could not be notified before. An overflow by a collection alone does not count, which needs
+ * more stack than what comes next may need. */
 void fiber_settle_pending(struct thread* th, os_context_t* context)
 {
     fiber_send_deferred_signals(th);
@@ -438,10 +415,10 @@ void fiber_settle_pending(struct thread* th, os_context_t* context)
     if (!fc || !guards_of(fc)->pending) return;
     clear_pseudo_atomic_interrupted(th);
     // If it were notified at the end of a switch, where interrupts are off, the fiber would be
-    // unwound before it has done what its predecessor on the carrier wants. But that is no call.
-    if ((guards_of(fc)->after_call || read_TLS(INTERRUPTS_ENABLED, th) != NIL)
-        && !in_critical_section(th, context))
-        notify_of_pending(th, fc, context);
+    // unwound before it has done what its predecessor on the carrier wants.
+    if (context_sp(context) < control_base(fc) + NEAR_THE_END
+        && read_TLS(INTERRUPTS_ENABLED, th) != NIL && !in_critical_section(th, context))
+        notify(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
 }
 
 #endif

@@ -54,8 +54,7 @@ static void close_reserve(struct fiber_context* fc, int stack)
                                       g->open[stack] * STEP_SIZE)) return; // stays open
     g->open[stack] = 0;
     g->notified &= ~(1 << stack);
-    g->pending &= ~(1 << stack);
-    if (stack == CONTROL) g->reporting = g->cut_off = 0;
+    if (stack == CONTROL) g->pending = g->reporting = g->cut_off = 0;
 }
 
 static bool anything_open(struct fiber_context* fc)

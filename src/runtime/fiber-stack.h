@@ -56,11 +56,10 @@ enum { CONTROL, BINDING, ALIEN, N_STACKS };
 struct guards {
     uint8_t open[N_STACKS];       // steps of the reserve
     uint8_t notified : N_STACKS;  // whether the fiber knows, a bit for each stack
-    uint8_t pending : N_STACKS;   // that it overflowed, and the fiber must be notified
+    uint8_t pending : 1;          // the control stack overflowed, and the fiber must be notified
     uint8_t reporting : 1;        // the fiber reports a failure, and has what is open for that
     uint8_t cut_off : 1;          // some frame was left where the control stack ended
-    uint32_t notified_at : 31;    // handlers run below this offset into the control stack
-    uint32_t after_call : 1;      // what is pending came in foreign code, and waits for its end
+    uint32_t notified_at;         // handlers run below this offset into the control stack
 };
 _Static_assert(sizeof (struct guards) == sizeof (lispobj), "struct guards is one slot");
 

@@ -11,7 +11,6 @@
 
 (load (merge-pathnames "support/zones.lisp" *load-truename*))
 (load (merge-pathnames "support/foreign-library.lisp" *load-truename*))
-(load (merge-pathnames "support/stack-ends.lisp" *load-truename*))
 
 (def-suite* foreign)
 
@@ -398,64 +397,3 @@ ended, and what had been noted."
             (foreign-go 1)
             (is-true (wait-until (flag-value unwound)))
             (is (not (flag-value returned)))))))))
-
-;;;; At the end of the stack
-
-;;; Prevents: a lock that is never given back, malloc's for instance.
-(test stacks-that-end-in-foreign-code
-  (dolist (bytes '(1000 20000))
-    (let ((calls (foreign-calls)) (begun 0) (overflows 0))
-      (no-mistakes
-        (with-group (group 1)
-          (loop for distance from 5000 downto 0 by 83
-                do (unless (eq :returned
-                               (join (spawn (group)
-                                       (handler-case
-                                           (call-at-distance distance
-                                                             (lambda ()
-                                                               (incf begun)
-                                                               (foreign-use-stack bytes)
-                                                               :returned))
-                                         (storage-condition () :overflow)))))
-                     (incf overflows)))))
-      (is (= begun (- (foreign-calls) calls)))
-      (is (plusp overflows)))))
-
-(defun recurse-with-foreign-calls (bytes)
-  (foreign-use-stack bytes)
-  (+ (recurse-with-foreign-calls bytes) (keep)))
-
-;;; Prevents: a fiber that uses up what its handlers would need, since foreign code is always the
-;;; first to come to the end, and then ends without being unwound.
-(test recursion-with-foreign-calls
-  (on-carriers (n)
-    (dolist (bytes '(100 3000 30000))
-      (no-mistakes
-        (is (eq :unwound
-                (in-fiber (n)
-                  (handler-case (sb-sys:without-interrupts (recurse-with-foreign-calls bytes))
-                    (sb-kernel::control-stack-exhausted () :unwound)))))
-        (is (equal '(:unwound :unwound)
-                   (in-fiber (n)
-                     (loop repeat 2
-                           collect (handler-case (recurse-with-foreign-calls bytes)
-                                     (sb-kernel::control-stack-exhausted () :unwound))))))))))
-
-;;; What binds for a callback is foreign code. The number of other bindings decides who comes to the
-;;; end first.
-(defun recurse-with-callbacks (n)
-  (labels ((recurse (argument)
-             (progv (subseq *symbols* 0 n) '(1)
-               (sb-alien:alien-funcall
-                (sb-alien:extern-alien "foreign_call_back"
-                                       (function sb-alien:int sb-sys:system-area-pointer
-                                                 sb-alien:int))
-                (sb-alien:alien-sap (sb-alien::alien-callable-function 'call-back)) argument))))
-    (let ((*called-back* #'recurse)) (recurse 1))))
-
-(test recursion-with-callbacks
-  (loop for n from 20 to 40
-        do (is (eq :unwound
-                   (in-fiber ()
-                     (handler-case (recurse-with-callbacks n)
-                       (sb-kernel::binding-stack-exhausted () :unwound)))))))

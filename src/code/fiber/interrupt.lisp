@@ -95,17 +95,9 @@ interrupts this if it enables interrupts or exits non-locally, as in a thread."
   (note-interruptions-of-carrier (truly-the carrier *carrier*))
   (if (> *free-interrupt-context-index* max-nested-interruptions)
       (interrupt-later fiber)
-      (let ((function (progn (ensure-room-to-interrupt fiber) (next-interruption fiber))))
+      (let ((function (next-interruption fiber)))
         (when (fiber-interruptions fiber) (sb-unix:raise sb-unix:sigurg))
         (when function (call-interruption function)))))
-
-;;; What has been taken out of the queue, and is cut off before it is called, would be lost.
-(defun ensure-room-to-interrupt (fiber)
-  "If the stack of FIBER, which is running, has no room for an interruption, let its exhaustion be
-signalled, and the interruption come again."
-  (when (and (fiber-interruptions fiber) (not (waiting-room-p fiber)))
-    (sb-unix:raise sb-unix:sigurg)
-    (ensure-waking-room 6144)))
 
 ;;; A fiber that comes out of a handler by a non-local exit is interrupted before the handler's
 ;;; context is gone. The process ends if there is no room for another context.

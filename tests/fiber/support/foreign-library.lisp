@@ -15,7 +15,6 @@
 ;;; that cannot get it in five seconds goes without it, and is counted.
 (defparameter *library* "
 #define _GNU_SOURCE
-#include <alloca.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -78,24 +77,12 @@ int foreign_call(int (*function)(int), int argument)
     return result;
 }
 
-int foreign_call_back(int (*function)(int), int argument) { return function(argument) + 1; }
-
 int foreign_wait(void)
 {
     int taken = take();
     while (!go) sleep_for(1000);
     give_back(taken);
     return 1;
-}
-
-/* Touch BYTES of stack, from the upper end on, as deeper and deeper calls would. */
-int foreign_use_stack(int bytes)
-{
-    int taken = take();
-    volatile char* p = alloca(bytes);
-    for (int i = bytes - 1; i >= 0; i -= i < 256 ? i + 1 : 256) p[i] = 1;
-    give_back(taken);
-    return bytes;
 }
 
 int foreign_divide(int x, int y) { return x / y; }
@@ -137,7 +124,6 @@ int foreign_mistakes(void)
   (def foreign-sleep "foreign_sleep" sb-alien:int sb-alien:long)
   (def foreign-compute "foreign_compute" sb-alien:int sb-alien:int)
   (def foreign-wait "foreign_wait" sb-alien:int)
-  (def foreign-use-stack "foreign_use_stack" sb-alien:int sb-alien:int)
   (def foreign-divide "foreign_divide" sb-alien:int sb-alien:int sb-alien:int)
   (def foreign-go "foreign_go" sb-alien:void sb-alien:int)
   (def foreign-inside "foreign_inside" sb-alien:int)
