@@ -168,7 +168,10 @@ static void divert(os_context_t* context, lispobj function)
     if (here < sp && here > sp - SIGNAL_ROOM)
         *os_context_register_addr(context, reg_SP) =
             (os_context_register_t)ALIGN_DOWN((uword_t)here - KIB, 16);
-    unblock_signals_in_context_and_maybe_warn(context);
+    // A handler that has them blocked unblocks them when it is left, whether one is deferred by then
+    // or not: none must be.
+    if (read_TLS(INTERRUPTS_ENABLED, get_sb_vm_thread()) != NIL)
+        unblock_signals_in_context_and_maybe_warn(context);
     arrange_return_to_lisp_function(context, function);
 }
 
@@ -188,6 +191,7 @@ static void end_fiber(struct thread* th, struct fiber_context* fc, os_context_t*
     if (th->binding_stack_pointer > end) th->binding_stack_pointer = end;
     th->current_catch_block = fc->base_catch_block;
     th->current_unwind_protect_block = 0;
+    unblock_signals_in_context_and_maybe_warn(context); // no handler does
     divert(context, StaticSymbolFunction(LOSE_STACK));
 }
 

@@ -154,6 +154,32 @@ Return how often, or where the signal was lost."
                         (lambda () (sb-alien:extern-alien "sb_sprof_trace_ct" sb-alien:int))))
              '(integer 100))))
 
+;;; Prevents: a signal that comes while another is deferred, since the stack ended in a handler: then
+;;; the process ends.
+(test storms-of-interruptions-at-the-end-of-the-stack
+  (with-group (group 1)
+    (let* ((stop (make-flag)) (called (make-flag))
+           (fiber (spawn (group)
+                    (loop until (flag-value stop)
+                          do (loop for distance from 7900 downto 2000 by 100
+                                   do (handler-case
+                                          (call-at-distance distance
+                                                            (lambda ()
+                                                              (dotimes (i 200000) (keep i))))
+                                        (storage-condition ())))
+                          finally (return t))))
+           (senders (loop repeat 2
+                          collect (make-thread
+                                   (lambda ()
+                                     (loop until (flag-value stop)
+                                           do (interrupt-fiber fiber (lambda () (count-one called)))
+                                              (sleep 1/5000)))))))
+      (sleep 3)
+      (raise-flag stop)
+      (mapc #'join-thread senders)
+      (is (eq t (fiber-join fiber :default nil :timeout *patience*)))
+      (is (plusp (flag-count called))))))
+
 ;;; All of this again.
 (unless *guard-method*
   (test guard-methods
