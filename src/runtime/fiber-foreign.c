@@ -38,6 +38,7 @@
  *  - the handler of a deferrable signal does not run while frames of C that are to be kept lie on
  *    the stack. The signal is noted in thread->deferred_signals, and sent again when the call
  *    returns: the code that follows each call (emit-c-call) traps if that word is not 0;
+ *  - a stack that ends in foreign code lends it the reserve, see fiber-overflow.c;
  *  - all frames of C are to be kept but those of calls in WITH-INTERRUPTIBLE-FOREIGN-CALLS. They
  *    are found by the program counter of what was interrupted, and of what each live handler
  *    has interrupted; below a callback, where program counters are Lisp's, by *FOREIGN-FRAMES*.
@@ -95,14 +96,34 @@ bool fiber_defer_signal(struct thread* th, int signal, os_context_t* context)
     return 1;
 }
 
+/* Was TH in foreign code that is to be kept when CONTEXT was interrupted? */
+bool fiber_in_foreign_code(struct thread* th, os_context_t* context)
+{
+    return frame_to_keep(th, context, n_live_contexts(th));
+}
+
+/* A bit of deferred_signals that stands for none: the C library keeps the number to itself. */
+#define TRAP_ALONE ((uword_t)1 << (32 - 1))
+
+/* TH is in foreign code. Let the code that follows the call trap. */
+void fiber_trap_after_call(struct thread* th) { th->deferred_signals |= TRAP_ALONE; }
+
+/* Has it? Then it does again when the outer call returns, if there is one. */
+bool fiber_trapped_after_call(struct thread* th)
+{
+    bool trapped = th->deferred_signals & TRAP_ALONE;
+    if (!(foreign_frames(th) & FRAMES_TO_KEEP)) th->deferred_signals &= ~TRAP_ALONE;
+    return trapped;
+}
+
 /* Called at a trap for pending interrupts, which may have come because a call has returned. Below a
  * callback the outer call has not returned yet. Signals are blocked, so that those that are sent
  * here arrive when the trap is over. */
 void fiber_send_deferred_signals(struct thread* th)
 {
-    uword_t signals = th->deferred_signals;
+    uword_t signals = th->deferred_signals & ~TRAP_ALONE;
     if (foreign_frames(th) & FRAMES_TO_KEEP) return;
-    th->deferred_signals = 0;
+    th->deferred_signals &= TRAP_ALONE;
     for (int i = 0; signals >> i; ++i)
         if (signals >> i & 1) pthread_kill(pthread_self(), i + 1);
 }

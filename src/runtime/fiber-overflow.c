@@ -35,7 +35,10 @@
 /*
  * What is true when nobody is inside:
  *  - execution is diverted to Lisp only where Lisp could have been interrupted anyway, see
- *    in_critical_section();
+ *    in_critical_section(), and not out of foreign code, but for the end of a fiber that has no
+ *    stack left;
+ *  - what foreign code opens of a reserve is lent: it is closed again, or the fiber notified, when
+ *    the call returns or Lisp is called back, see settle_lent();
  *  - a fiber that reports a failure has as much room as a handler of an exhaustion, and is notified
  *    if that is used up, whatever it was notified of before, see fiber_make_room_to_report().
  */
@@ -56,6 +59,13 @@ static int most_steps(int stack) { return n_steps(stack) - n_steps(stack) / 4; }
 static char* context_sp(os_context_t* context)
 {
     return (char*)*os_context_register_addr(context, reg_SP);
+}
+
+/* How many steps of the control stack's reserve a frame at SP lies in. */
+static int steps_used(struct fiber_context* fc, char* sp)
+{
+    char* base = control_base(fc);
+    return sp < base ? (base - sp - 1) / STEP_SIZE + 1 : 0;
 }
 
 /* The context of the fiber that TH executes. The switch changes RSP some instructions before
@@ -110,7 +120,7 @@ static void make_room_to_report(struct thread* th, struct fiber_context* fc, cha
     if (missing <= 0) return;
     int n = (missing + STEP_SIZE - 1) / STEP_SIZE, most = most_steps(CONTROL);
     // A signal may have opened more than most.
-    int used = sp < base ? (base - sp) / STEP_SIZE + 1 : 0;
+    int used = steps_used(fc, sp);
     if (n > most) n = most;
     fiber_limit_open_steps(fc, n > used ? n : used);
     g->pending = 0;
@@ -235,22 +245,71 @@ static bool notify_again(struct thread* th, struct fiber_context* fc, os_context
 {
     struct guards* g = guards_of(fc);
     int stack = g->notified & (1 << BINDING) ? BINDING : ALIEN;
-    if (!(g->notified & (1 << stack)) || in_critical_section(th, context)
+    if (!(g->notified & (1 << stack))
+        || in_critical_section(th, context) || fiber_in_foreign_code(th, context)
         || fc->return_guard > (lispobj)fc->control_stack_start + g->notified_at) return 0;
     g->notified &= ~(1 << stack);
     notify(th, fc, context, stack, 0);
     return 1;
 }
 
+/* Let foreign code, which may hold a lock, have N steps until it returns. */
+static void lend(struct thread* th, struct fiber_context* fc, int stack, int n)
+{
+    fiber_open_steps(fc, stack, n);
+    if (read_TLS(INTERRUPTS_ENABLED, th) == NIL) guards_of(fc)->lent_masked = 1;
+    fiber_trap_after_call(th);
+}
+
 static void reserve_hit(struct thread* th, struct fiber_context* fc, os_context_t* context,
                         int stack, int step)
 {
     if (step == n_steps(stack)) end_fiber(th, fc, context); // the hard guard
-    else if (!in_critical_section(th, context)) notify(th, fc, context, stack, step);
-    else {
+    else if (in_critical_section(th, context)) {
         open_silently(fc, stack, step + 1, context_sp(context));
         if (stack == CONTROL) postpone(th, context);
-    }
+    } else if (fiber_in_foreign_code(th, context)) lend(th, fc, stack, step + 1);
+    else notify(th, fc, context, stack, step);
+}
+
+/* How many steps of the control stack's reserve a fiber with its stack pointer at SP may use. */
+static int steps_granted(struct fiber_context* fc, char* sp)
+{
+    struct guards* g = guards_of(fc);
+    int most = most_steps(CONTROL);
+    if (!fiber_may_use_reserve(fc, sp)) return 0;
+    if (g->reporting) return most;
+    int n = steps_used(fc, (char*)fc->control_stack_start + g->notified_at)
+        + handler_steps(CONTROL);
+    return n < most ? n : most;
+}
+
+static int exhausted_side_stack(struct fiber_context* fc)
+{
+    struct guards* g = guards_of(fc);
+    for (int stack = BINDING; stack <= ALIEN; ++stack)
+        if (g->open[stack] && !(g->notified & (1 << stack))) return stack;
+    return CONTROL;
+}
+
+/* Foreign code that was lent some steps has returned, or called back. A fiber that is as near to its
+ * end as the last of a recursion is notified, or else each call would open some steps more, which
+ * are then missing for the handlers. Where interrupts are off, that may cut a wake-up off, unless
+ * they were when the steps were lent. */
+static void settle_lent(struct thread* th, struct fiber_context* fc, os_context_t* context)
+{
+    struct guards* g = guards_of(fc);
+    char *sp = context_sp(context), *lowest = (char*)__builtin_frame_address(0) - 4*KIB;
+    bool may = (g->lent_masked || read_TLS(INTERRUPTS_ENABLED, th) != NIL)
+        && !in_critical_section(th, context);
+    int granted = steps_granted(fc, sp), stack = CONTROL;
+    bool near = sp < control_base(fc) - granted * STEP_SIZE + NEAR_THE_END;
+    g->lent_masked = 0;
+    fiber_limit_open_steps(fc, near ? steps_used(fc, lowest) : granted);
+    fiber_close_left(th, fc, near ? lowest : sp);
+    if (!near && (stack = exhausted_side_stack(fc)) == CONTROL) return;
+    if (may) notify(th, fc, context, stack, g->open[stack]);
+    else if (near) g->pending = 1;
 }
 
 /* If SP is below the guard, the frame that writes has not returned, and writes to an object above;
@@ -316,6 +375,7 @@ static void overflow_for_signal(struct thread* th, struct fiber_context* fc, os_
         postpone(th, context);
     } else if (left_alone(th, fc, context_sp(context), needed))
         fiber_open_steps(fc, CONTROL, needed);
+    else if (fiber_in_foreign_code(th, context)) lend(th, fc, CONTROL, needed);
     else notify(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
 }
 
@@ -406,18 +466,20 @@ bool fiber_overflow_pending(struct thread* th)
 
 /* The last thing that a trap for pending interrupts does. See the head of
  * assembly/x86-64/fiber.lisp for the first case; the second is an overflow of which the
- * fiber could not be notified before. An overflow by a collection alone does not count, which needs
- * more stack than what comes next may need. */
+ * fiber could not be notified before, or one in foreign code. An overflow by a collection alone does
+ * not count, which needs more stack than what comes next may need. */
 void fiber_settle_pending(struct thread* th, os_context_t* context)
 {
+    bool lent = fiber_trapped_after_call(th);
     fiber_send_deferred_signals(th);
     if (thread_interrupt_data(th).pending_handler && read_TLS(INTERRUPTS_ENABLED, th) == NIL) {
         write_TLS(INTERRUPT_PENDING, LISP_T, th);
         clear_pseudo_atomic_interrupted(th);
     }
     struct fiber_context* fc = th->fiber_context;
-    if (!fc || !guards_of(fc)->pending) return;
+    if (!fc || !(lent || guards_of(fc)->pending)) return;
     clear_pseudo_atomic_interrupted(th);
+    if (lent) { settle_lent(th, fc, context); return; }
     // If it were notified at the end of a switch, where interrupts are off, the fiber would be
     // unwound before it has done what its predecessor on the carrier wants.
     if (context_sp(context) < control_base(fc) + NEAR_THE_END

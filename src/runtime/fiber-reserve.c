@@ -114,7 +114,7 @@ void fiber_close_all_reserves(struct fiber_context* fc)
 {
     fiber_drop_return_guard(fc);
     for (int stack = 0; stack < N_STACKS; ++stack) close_reserve(fc, stack);
-    guards_of(fc)->notified_at = 0;
+    guards_of(fc)->notified_at = guards_of(fc)->lent_masked = 0;
 }
 
 /* SP is where the fiber has returned to: close what it has left. Is something still open? In the
@@ -125,7 +125,7 @@ bool fiber_close_left(struct thread* th, struct fiber_context* fc, char* sp)
         if (fc == th->fiber_context && reserve_left(th, fc, stack, sp)) close_reserve(fc, stack);
     if (anything_open(fc)) return 1;
     fiber_drop_return_guard(fc);
-    guards_of(fc)->notified_at = 0;
+    guards_of(fc)->notified_at = guards_of(fc)->lent_masked = 0;
     return 0;
 }
 

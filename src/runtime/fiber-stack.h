@@ -59,7 +59,8 @@ struct guards {
     uint8_t pending : 1;          // the control stack overflowed, and the fiber must be notified
     uint8_t reporting : 1;        // the fiber reports a failure, and has what is open for that
     uint8_t cut_off : 1;          // some frame was left where the control stack ended
-    uint32_t notified_at;         // handlers run below this offset into the control stack
+    uint32_t notified_at : 31;    // handlers run below this offset into the control stack
+    uint32_t lent_masked : 1;     // foreign code opened some step with interrupts off
 };
 _Static_assert(sizeof (struct guards) == sizeof (lispobj), "struct guards is one slot");
 

@@ -59,6 +59,9 @@ enum { BELOW_CALLBACK = 1, FRAMES_TO_KEEP = 2, KEEPS_FOREIGN_FRAMES = 4, INTERRU
 extern bool fiber_defer_signal(struct thread*, int signal, os_context_t*);
 extern void fiber_send_deferred_signals(struct thread*);
 extern bool fiber_trap_to_ignore(struct thread*);
+extern bool fiber_in_foreign_code(struct thread*, os_context_t*);
+extern void fiber_trap_after_call(struct thread*);
+extern bool fiber_trapped_after_call(struct thread*);
 extern void fiber_call_back(lispobj arg1, lispobj arg2, lispobj arg0, struct thread*);
 
 /* fiber-overflow.c, fiber-signal.c, fiber-poller.c, fiber-reserve.c: signals and faults */

@@ -15,6 +15,7 @@
 ;;; that cannot get it in five seconds goes without it, and is counted.
 (defparameter *library* "
 #define _GNU_SOURCE
+#include <alloca.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -77,12 +78,40 @@ int foreign_call(int (*function)(int), int argument)
     return result;
 }
 
+/* From the upper end on, as deeper and deeper calls would. */
+static __attribute__((noinline)) void use_stack(int bytes)
+{
+    volatile char* p = alloca(bytes);
+    for (int i = bytes - 1; i >= 0; i -= i < 256 ? i + 1 : 256) p[i] = 1;
+}
+
+/* Use some bytes of stack, and then call back below a frame of which nothing has been touched. */
+int foreign_call_back(int (*function)(int), int argument, int used, int frame)
+{
+    use_stack(used);
+    volatile char* p = alloca(frame);
+    int result = function(argument);
+    p[0] = 1;
+    return result + 1;
+}
+
+void foreign_fill(volatile char* p, int bytes) { while (bytes > 0) p[--bytes] = 1; }
+
+
 int foreign_wait(void)
 {
     int taken = take();
     while (!go) sleep_for(1000);
     give_back(taken);
     return 1;
+}
+
+int foreign_use_stack(int bytes)
+{
+    int taken = take();
+    use_stack(bytes);
+    give_back(taken);
+    return bytes;
 }
 
 int foreign_divide(int x, int y) { return x / y; }
@@ -124,6 +153,8 @@ int foreign_mistakes(void)
   (def foreign-sleep "foreign_sleep" sb-alien:int sb-alien:long)
   (def foreign-compute "foreign_compute" sb-alien:int sb-alien:int)
   (def foreign-wait "foreign_wait" sb-alien:int)
+  (def foreign-use-stack "foreign_use_stack" sb-alien:int sb-alien:int)
+  (def foreign-fill "foreign_fill" sb-alien:void sb-sys:system-area-pointer sb-alien:int)
   (def foreign-divide "foreign_divide" sb-alien:int sb-alien:int sb-alien:int)
   (def foreign-go "foreign_go" sb-alien:void sb-alien:int)
   (def foreign-inside "foreign_inside" sb-alien:int)
