@@ -310,6 +310,7 @@ static void scan_slot(struct fiber_arena* a, uint32_t i, struct visitors* v)
 {
     struct fiber_context* fc = fiber_slot_context(a, i);
     struct scan s = scan_control_stack(fc, v);
+    if (!old_p(a->state[i])) fiber_note_not_idle(a, i);
     bool skip = a->positions && !fc->signal_context_count;
     a->state[i] = SCANNED
         | (skip ? FIBER_STACK_OLD | s.youngest | (s.kept ? KEPT : 0) : FIBER_STACK_ACTIVE);
@@ -348,8 +349,11 @@ static void verify_arena(struct fiber_arena* a)
         if (old_p(a->state[i]) && !to_be_scanned(a, i)) verify_skipped(a, i);
 }
 
+static int oldest_collected;
+
 static void scan_some(struct visitors* v)
 {
+    if (from_space > oldest_collected) oldest_collected = from_space;
     each_carrier(scan_suspended, v);
     set_state_of_mounted(FIBER_STACK_MOUNTED);
     fiber_test_positions();
@@ -427,6 +431,8 @@ void fiber_end_collection()
         if (fiber_arenas[n].looked_at) forget_kept(&fiber_arenas[n]);
     fiber_drop_roots();
     n_exposed = 0;
+    fiber_visit_idle(oldest_collected);
+    oldest_collected = 0;
 }
 
 struct verification { int (*verify)(lispobj, lispobj*, void*); void* arg; int errors; };

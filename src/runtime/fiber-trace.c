@@ -17,6 +17,7 @@
 #ifdef LISP_FEATURE_SB_FIBER
 
 #include "fiber-stack.h"
+#include "lispregs.h"
 
 /*
  * With the world stopped. The answer to "whose stack is it" is what Lisp finds the fiber or the
@@ -45,17 +46,16 @@ void fiber_trace_words(fiber_root_visitor* visit, fiber_root_visitor* visit_regi
     fiber_each_suspended(visit_words, &w);
 }
 
-/* The return address of the frame that ADDRESS is in, or 0. A switch leaves the frame pointer, and
- * above it the address to return to. */
+/* The return address of the frame that ADDRESS is in, or 0. FRAME and those above it, up to END, are
+ * a frame pointer, and above that the address to return to. */
 static char* NO_SANITIZE_ADDRESS NO_SANITIZE_MEMORY
-return_address_of_frame(struct fiber_context* fc, lispobj* address)
+return_address_of_frame(lispobj* frame, lispobj* end, lispobj* address)
 {
-    lispobj* frame = fc->control_stack_pointer;
     char* pc = 0;
     while (frame <= address) {
         lispobj* next = (lispobj*)frame[0];
         pc = (char*)frame[1];
-        if (next <= frame || next >= fc->control_stack_end) break;
+        if (next <= frame || next >= end) break;
         frame = next;
     }
     return pc;
@@ -87,7 +87,8 @@ struct fiber_context* fiber_trace_control_stack(bool (*refers)(lispobj, void*), 
 {
     struct search s = { refers, arg };
     fiber_each_suspended(search_control_stack, &s);
-    if (s.owner) *pc = return_address_of_frame(s.owner, s.where);
+    if (s.owner) *pc = return_address_of_frame(s.owner->control_stack_pointer, s.owner->control_stack_end,
+                                      s.where); // which the switch leaves so
     return s.owner;
 }
 
@@ -132,6 +133,28 @@ void* fiber_trace_owner(void* root)
     for_each_thread(th)
         if (th == root && th->fiber_context) return th->fiber_context;
     return root;
+}
+
+/* What of TH, another thread, is alive. It may be in a handler, and have been interrupted twice; or
+ * not have begun, or have ended, and then nothing is. */
+os_context_t* fiber_trace_context(struct thread* th)
+{
+    static os_context_t nothing;
+    int n = fixnum_value(read_TLS(FREE_INTERRUPT_CONTEXT_INDEX, th));
+    if (n) return nth_interrupt_context(n - 1, th);
+    *os_context_sp_addr(&nothing) = (os_context_register_t)th->control_stack_end;
+    return &nothing;
+}
+
+/* The return address of the frame that ADDRESS, on the stack of TH, is in, or 0. C may use the frame
+ * pointer for something else. */
+char* fiber_trace_pc(struct thread* th, lispobj* address)
+{
+    os_context_t* context = fiber_trace_context(th);
+    lispobj* frame = (lispobj*)*os_context_register_addr(context, reg_FP);
+    lispobj* sp = (lispobj*)*os_context_sp_addr(context);
+    if (frame < sp || frame >= th->control_stack_end) return 0;
+    return return_address_of_frame(frame, th->control_stack_end, address);
 }
 
 #endif

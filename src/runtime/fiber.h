@@ -51,6 +51,8 @@ extern struct fiber_context* fiber_trace_bindings(bool (*refers)(lispobj, void*)
                                                   struct vector* ignored,
                                                   lispobj** where, bool* current);
 extern void* fiber_trace_owner(void* root);
+extern os_context_t* fiber_trace_context(struct thread*);
+extern char* fiber_trace_pc(struct thread*, lispobj* address);
 
 /* The bits of *FOREIGN-FRAMES*, as in code/fiber/foreign.lisp; the last is the first of many. */
 enum { BELOW_CALLBACK = 1, FRAMES_TO_KEEP = 2, KEEPS_FOREIGN_FRAMES = 4, INTERRUPTIBLE_FRAMES = 8 };

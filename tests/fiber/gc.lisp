@@ -322,6 +322,94 @@ again."
                                              (recurse-with-data (mod i 12) i))))))))
       (setf *cached-stack-bytes* usual))))
 
+;;;; Dead pages of idle stacks
+
+(defun descend (n)
+  "Go deep, with memory on the alien stack as well."
+  (sb-alien:with-alien ((array (array sb-alien:char 60)))
+    (setf (sb-alien:deref array 0) 1)
+    (if (= n 0) 0 (+ (sb-alien:deref array 0) (descend (1- n))))))
+
+(defun control-base (fiber)
+  (+ (sb-thread::thread-control-stack-start fiber)
+     (sb-alien:extern-alien "fiber_control_reserve" sb-alien:unsigned)))
+
+(defun resident-pages (start)
+  "How many of the 200 KiB from START on are in memory."
+  (let* ((page (sb-alien:extern-alien "os_reported_page_size" sb-alien:int))
+         (n (floor (* 200 1024) page))
+         (flags (make-array n :element-type '(unsigned-byte 8))))
+    (sb-sys:with-pinned-objects (flags)
+      (unless (= 0 (sb-alien:alien-funcall
+                    (sb-alien:extern-alien "mincore" (function sb-alien:int sb-alien:unsigned
+                                                               sb-alien:unsigned
+                                                               sb-sys:system-area-pointer))
+                    start (* n page) (sb-sys:vector-sap flags)))
+        (error "mincore(2) failed.")))
+    (count-if #'plusp flags)))
+
+(defstruct diver fiber alien-base)
+
+(defun resident-pages-of (diver)
+  (list (resident-pages (control-base (diver-fiber diver)))
+        (resident-pages (diver-alien-base diver))))
+
+(defun dive-and-park (park)
+  "Wait having been deep, with data on the stacks. Return whether these are what they were."
+  (descend 3000)
+  (let ((data (make-array 100 :initial-element 7)))
+    (declare (dynamic-extent data))
+    (sb-alien:with-alien ((aliens (array sb-alien:char 10000)))
+      (dotimes (i 10000) (setf (sb-alien:deref aliens i) 7))
+      (funcall park)
+      (descend 3000)
+      (and (every (lambda (x) (eql x 7)) data)
+           (loop for i below 10000 always (= 7 (sb-alien:deref aliens i)))))))
+
+(defun make-parked-diver (group park)
+  (let* ((alien-base nil)
+         (fiber (spawn (group)
+                  (setf alien-base
+                        (- (sb-sys:sap-int (sb-vm::current-thread-offset-sap
+                                            sb-vm::thread-alien-stack-pointer-slot))
+                           (* 224 1024)))
+                  (dive-and-park park))))
+    (wait-until-parked fiber)
+    (make-diver :fiber fiber :alien-base alien-base)))
+
+(test dead-pages-of-idle-stacks-are-given-back
+  (dolist (collect (list (lambda () (sb-ext:gc :full t))
+                         (lambda () (loop repeat 10 do (sb-ext:gc)))))
+    (with-group (group 1)
+      (let* ((semaphore (make-semaphore))
+             (divers (loop repeat 50
+                           collect (make-parked-diver group
+                                                      (lambda () (wait-on-semaphore semaphore))))))
+        (is (loop for diver in divers
+                  always (every (lambda (n) (> n 5)) (resident-pages-of diver))))
+        (funcall collect)
+        (is (equal '((0 0))
+                   (remove-duplicates (mapcar #'resident-pages-of divers) :test #'equal)))
+        (signal-semaphore semaphore 50)
+        (is (all-true-p (join-all (mapcar #'diver-fiber divers))))))))
+
+;;; Prevents: a stack that needs new pages whenever its fiber runs.
+(test stacks-that-run-keep-their-pages
+  (with-group (group 1)
+    (let* ((stop nil)
+           (semaphore (make-semaphore))
+           (diver (make-parked-diver group (lambda ()
+                                             (loop until stop do (wait-on-semaphore semaphore)))))
+           (before (resident-pages-of diver)))
+      (loop repeat 10
+            do (sb-ext:gc)
+               (signal-semaphore semaphore)
+               (wait-until-parked (diver-fiber diver)))
+      (is (equal before (resident-pages-of diver)))
+      (setf stop t)
+      (signal-semaphore semaphore)
+      (is-true (join (diver-fiber diver))))))
+
 ;;;; Collections by fibers
 
 (test full-collections-in-fibers

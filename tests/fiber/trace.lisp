@@ -137,3 +137,22 @@ TAKE, called by FORM, returns."
       (fiber-unpark fiber)
       (join fiber)
       (is (null (sb-fiber::thread-of-root context))))))
+
+;;; Prevents: the end of the process, since it is not known where the stack of such a thread ends.
+(test while-others-are-in-handlers
+  (with-group (group 1)
+    (let* ((inside (make-semaphore)) (proceed (make-semaphore)) (started (make-flag))
+           (thread (sb-thread:make-thread (lambda () (wait-on-semaphore proceed))))
+           (fiber (computing-fiber (group started) (loop (opaque started))))
+           (weak (sb-ext:make-weak-pointer (setf *kept* (vector 1)))))
+      (flet ((handler ()
+               (signal-semaphore inside)
+               (wait-on-semaphore proceed)))
+        (sb-thread:interrupt-thread thread #'handler)
+        (interrupt-fiber fiber #'handler))
+      (wait-on-semaphore inside :n 2)
+      (is (= 1 (length (sb-ext:search-roots weak :print nil))))
+      (signal-semaphore proceed 3)
+      (sb-thread:join-thread thread)
+      (terminate-fiber fiber)
+      (wait-for-end fiber))))

@@ -35,7 +35,8 @@ cycle counters of two processors do not agree."
 (defun stack-in-use (fiber)
   "How much of its control stack FIBER uses, in words; NIL if it is running or has none."
   (let ((context (fiber-context fiber)) ; its memory stays readable when FIBER has ended
-        (size (- (fiber-control-stack-end fiber) (fiber-control-stack-start fiber))))
+        (size (- (fiber-control-stack-end fiber) (fiber-control-stack-start fiber)
+                 (extern-alien "fiber_control_reserve" unsigned))))
     (unless (or (= context 0) (fiber-carrier fiber))
       (let ((used (- (fiber-control-stack-end fiber)
                      (context-word (int-sap context) control-stack-pointer))))
