@@ -26,15 +26,16 @@
  * A fiber that has been deep and waits for long, such as one that serves an idle connection, holds
  * pages on which nothing is alive: the control stack below its stack pointer, and the alien stack
  * likewise. The collector gives them back when it has found the stack not to have run in two visits.
- * It visits so many stacks in a collection, and gives so many back: one that comes to life needs
- * new pages, and many may do so between two collections. A collection of an older generation visits
- * all.
+ * It visits so many stacks in a collection, and gives those of so many back: one that comes to life
+ * needs new pages, and many may do so between two collections. A collection of an older generation,
+ * which takes longer and comes seldom, visits more, and does not wait for a second visit.
  *
  * What is true when nobody is inside: idle[i] of an arena tells in how many visits slot i was OLD
  * since it was scanned having run; DONE if its pages have been given back since.
  */
-enum { IDLE_ENOUGH = 2, DONE = 3, MOST_VISITED = 4096, MOST_GIVEN_BACK = 64 };
-enum { NURSERY_GENERATIONS = 2 };
+enum { NURSERY_GENERATIONS = 2, DONE = 3 };
+struct budget { uint32_t visits, gifts, enough; };
+static const struct budget of_nursery = { 4096, 16, 2 }, of_older = { 65536, 65536, 1 };
 
 static unsigned char idle[FIBER_MAX_ARENAS][FIBER_SLOTS_PER_ARENA];
 static uint32_t next_arena, next_slot; // to be visited
@@ -70,7 +71,7 @@ static void give_dead_pages_back(struct fiber_context* fc)
 }
 
 /* Were pages given back? */
-static bool visit(struct fiber_arena* a, uint32_t i, int enough)
+static bool visit(struct fiber_arena* a, uint32_t i, uint32_t enough)
 {
     unsigned char* visits = &idle[a - fiber_arenas][i];
     if (!(a->state[i] & FIBER_STACK_OLD) || *visits == DONE || ++*visits < enough) return 0;
@@ -79,26 +80,22 @@ static bool visit(struct fiber_arena* a, uint32_t i, int enough)
     return 1;
 }
 
-/* Visit slots of the next arena, as long as MOST_VISITED and *MOST allow. How many were visited? */
-static uint32_t visit_arena(uint32_t most_visited, uint32_t* most, int enough)
+static void visit_arena(struct fiber_arena* a, struct budget* b)
 {
-    if (next_arena >= fiber_n_arenas) next_arena = 0;
-    struct fiber_arena* a = &fiber_arenas[next_arena];
-    uint32_t first = next_slot;
-    while (next_slot < a->n_carved && next_slot - first < most_visited && *most)
-        *most -= visit(a, next_slot++, enough);
-    uint32_t n = next_slot - first;
-    if (next_slot >= a->n_carved) { ++next_arena; next_slot = 0; }
-    return n;
+    for (; next_slot < a->n_carved && b->visits && b->gifts; --b->visits)
+        b->gifts -= visit(a, next_slot++, b->enough);
+    if (next_slot < a->n_carved) return;
+    ++next_arena;
+    next_slot = 0;
 }
 
 void fiber_visit_idle(int oldest_collected)
 {
-    bool all = oldest_collected >= NURSERY_GENERATIONS;
-    uint32_t most_visited = all ? UINT32_MAX : MOST_VISITED, most = all ? UINT32_MAX : MOST_GIVEN_BACK;
-    if (all) next_arena = next_slot = 0;
-    for (uint32_t n = fiber_n_arenas; n && most_visited && most; --n)
-        most_visited -= visit_arena(most_visited, &most, all ? 1 : IDLE_ENOUGH);
+    struct budget b = oldest_collected < NURSERY_GENERATIONS ? of_nursery : of_older;
+    for (uint32_t n = fiber_n_arenas; n && b.visits && b.gifts; --n) {
+        if (next_arena >= fiber_n_arenas) next_arena = next_slot = 0;
+        visit_arena(&fiber_arenas[next_arena], &b);
+    }
 }
 
 #endif

@@ -379,7 +379,7 @@ again."
 
 (test dead-pages-of-idle-stacks-are-given-back
   (dolist (collect (list (lambda () (sb-ext:gc :full t))
-                         (lambda () (loop repeat 10 do (sb-ext:gc)))))
+                         (lambda () (loop repeat 12 do (sb-ext:gc)))))
     (with-group (group 1)
       (let* ((semaphore (make-semaphore))
              (divers (loop repeat 50

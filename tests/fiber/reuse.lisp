@@ -282,6 +282,26 @@ before."
           (is (not (sb-fiber::fd-cell-nonblocking-by-us cell)))
           (socket-close new))))))
 
+;;; Prevents: the flag set for the next file, since the number stood for the old one a moment ago.
+(test listener-closed-when-a-fiber-is-about-to-set-the-flag
+  (let* ((listener (listening-socket))
+         (fd (socket-file-descriptor listener))
+         (cell (sb-fiber::find-fd-cell fd t)))
+    (sb-ext:cancel-finalization listener)
+    (let* ((before (sb-fiber::note-file cell))
+           (mark (sb-fiber::note-close fd))
+           (during (sb-fiber::note-file cell)))
+      (close-for-real fd)
+      (let ((new (listening-socket)))
+        (assert (= fd (socket-file-descriptor new)))
+        (sb-fiber::note-closed fd mark)
+        (dolist (file (list before during))
+          (is (not (sb-fiber::prepare-to-accept cell file))))
+        (is (not (sb-fiber::nonblocking-p fd)))
+        (is-true (sb-fiber::prepare-to-accept cell (sb-fiber::note-file cell)))
+        (is-true (sb-fiber::nonblocking-p fd))
+        (socket-close new)))))
+
 ;;; The flag was ours. Prevents: one who accepts, and is told that nobody has come.
 (test listener-closed-after-nobody-has-come
   (let* ((listener (listening-socket)) (fd (socket-file-descriptor listener)) (mark nil))

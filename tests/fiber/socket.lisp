@@ -86,7 +86,9 @@
                         (unless looked
                           (setf looked t)
                           (join (spawn (group)
-                                  (sb-fiber::prepare-to-accept (sb-fiber::find-fd-cell fd t)))))
+                                  (let ((cell (sb-fiber::find-fd-cell fd t)))
+                                    (sb-fiber::prepare-to-accept cell
+                                                                 (sb-fiber::note-file cell))))))
                         (sb-alien:alien-funcall
                          (sb-alien:extern-alien "accept" (function sb-alien:int sb-alien:int
                                                                    sb-alien:unsigned

@@ -80,13 +80,13 @@ stands for FILE."
 ;;; Only a flag of the file tells accept(2) not to wait. So the flag is set when a fiber accepts; a
 ;;; thread that accepts from the same socket then waits and tries again. If the user had set the
 ;;; flag, the user gets EAGAIN.
-(defun prepare-to-accept (cell)
-  "Make accept(2) on the descriptor of CELL not wait. Return false if that is being closed: what is
-noted of the flag then would hold for the next file."
+(defun prepare-to-accept (cell file)
+  "Make accept(2) on the descriptor of CELL not wait. Return false if that does not stand for FILE,
+or is being closed: what is noted of the flag then would hold for the next file."
   (or (fd-cell-nonblocking-by-us cell)
       ;; Of two fibers that come at once the second must not take the flag for the user's.
       (with-tiny-lock ((fd-cell-lock cell))
-        (unless (fd-cell-closing cell)
+        (when (and (not (fd-cell-closing cell)) (same-file-p cell file))
           (when (= 1 (set-nonblocking (fd-cell-fd cell))) (setf (fd-cell-nonblocking-by-us cell) t))
           t))))
 
@@ -102,7 +102,7 @@ noted of the flag then would hold for the next file."
   (if (parkable-fd-p fd)
       (within-budget-on-file (cell file fd +accept-cost+)
         (loop (ensure-same-file cell file)
-              (when (prepare-to-accept cell) (return))
+              (when (prepare-to-accept cell file) (return))
               (fiber-yield))
         (call-on-file function cell file :input t))
       (call-natively function fd :input t)))
