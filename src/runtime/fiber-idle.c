@@ -35,7 +35,7 @@
  */
 enum { NURSERY_GENERATIONS = 2, DONE = 3 };
 struct budget { uint32_t visits, gifts, enough; };
-static const struct budget of_nursery = { 4096, 16, 2 }, of_older = { 65536, 65536, 1 };
+static const struct budget of_nursery = { 4096, 16, 2 }, of_older = { 65536, 16384, 1 };
 
 static unsigned char idle[FIBER_MAX_ARENAS][FIBER_SLOTS_PER_ARENA];
 static uint32_t next_arena, next_slot; // to be visited
@@ -44,11 +44,20 @@ static uint32_t next_arena, next_slot; // to be visited
 
 void fiber_note_not_idle(struct fiber_arena* a, uint32_t i) { idle[a - fiber_arenas][i] = 0; }
 
-static void give_back(char* from, char* to)
+/* The page below END is the first that a stack which grows down comes to, but for one large frame. To
+ * ask costs a third of giving nothing back. */
+static bool used(char* end)
 {
-    from = (char*)ALIGN_UP((uword_t)from, HARD_GUARD_SIZE);
-    to = (char*)ALIGN_DOWN((uword_t)to, HARD_GUARD_SIZE);
-    if (from < to) madvise(from, to - from, MADV_DONTNEED);
+    unsigned char in_memory[2];
+    return !mincore(end - 2*HARD_GUARD_SIZE, 2*HARD_GUARD_SIZE, in_memory)
+        && (in_memory[0] | in_memory[1]) & 1;
+}
+
+/* START is that of a page, with two more below it. */
+static void give_back(char* start, char* sp)
+{
+    char* end = (char*)ALIGN_DOWN((uword_t)sp, HARD_GUARD_SIZE);
+    if (start < end && used(end)) madvise(start, end - start, MADV_DONTNEED);
 }
 
 /* WITH-ALIEN binds it, so it is what the newest of such bindings holds, see assembly/x86-64/fiber.lisp.
