@@ -51,6 +51,15 @@ extern lispobj lisp_sig_handlers[];
 static const int resent[] = { SIGURG, SIGALRM, SIGCHLD };
 enum { N_RESENT = sizeof resent / sizeof resent[0] };
 
+/* The handlers of SIGALRM and SIGCHLD take locks that all threads need. Cut off at the end of this
+ * stack they would never give them back, so let another thread handle these, the main thread as a
+ * rule. */
+static void send_again(int signal)
+{
+    if (signal == SIGURG) pthread_kill(pthread_self(), signal);
+    else kill(getpid(), signal);
+}
+
 /* A signal came when the stack had no room for its frame above a guard. The kernel has dropped
  * it and sends SIGSEGV instead; were it the signal that stops for the collector, the world
  * would wait for ever. Make room, and send all signals again that may have been lost: those that
@@ -63,7 +72,7 @@ bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
     if (!fc || info->si_code != SI_KERNEL || !fiber_make_signal_room(th, fc, context)) return 0;
     if (th->stop_signal_sent) pthread_kill(pthread_self(), SIG_STOP_FOR_GC);
     for (int i = 0; i < N_RESENT; ++i) // a signal without a handler may end the process
-        if (lisp_sig_handlers[resent[i]]) pthread_kill(pthread_self(), resent[i]);
+        if (lisp_sig_handlers[resent[i]]) send_again(resent[i]);
     return 1;
 }
 
