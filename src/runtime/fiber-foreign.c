@@ -141,9 +141,10 @@ extern void funcall_alien_callback(lispobj arg1, lispobj arg2, lispobj arg0, str
 void fiber_call_back(lispobj arg1, lispobj arg2, lispobj arg0, struct thread* th)
 {
     bool keeps = keeps_foreign_frames(th);
+    // What is called here is not interruptible because the call that calls back is.
+    uword_t frames = foreign_frames(th) & (INTERRUPTIBLE_FRAMES - 1);
     if (keeps)
-        bind_variable(FOREIGN_FRAMES,
-                      make_fixnum(foreign_frames(th) | BELOW_CALLBACK | FRAMES_TO_KEEP), th);
+        bind_variable(FOREIGN_FRAMES, make_fixnum(frames | BELOW_CALLBACK | FRAMES_TO_KEEP), th);
     funcall_alien_callback(arg1, arg2, arg0, th);
     if (keeps) unbind(th);
 }

@@ -205,6 +205,18 @@ static void end_fiber(struct thread* th, struct fiber_context* fc, os_context_t*
     divert(context, StaticSymbolFunction(LOSE_STACK));
 }
 
+/* A fiber at SP is notified of a side stack's end, for which it has no room: of the control stack's
+ * as well. */
+static void make_control_room(struct fiber_context* fc, char* sp)
+{
+    struct guards* g = guards_of(fc);
+    int room = g->open[CONTROL] + handler_steps(CONTROL), most = most_steps(CONTROL);
+    if (sp >= steps_start(fc, CONTROL, 0, g->open[CONTROL]) + KIB || g->open[CONTROL] >= most) return;
+    fiber_open_steps(fc, CONTROL, room < most ? room : most);
+    g->notified |= 1 << CONTROL;
+    g->cut_off = 1;
+}
+
 /* Signal that a stack is exhausted, with room for the handlers. If it is the handlers that have
  * used that up, or nothing is left, end the fiber. Handlers run below where the fiber was notified:
  * if it is above that, it has left them without meeting the return guard. */
@@ -216,6 +228,7 @@ static void notify(struct thread* th, struct fiber_context* fc, os_context_t* co
     int room = step + handler_steps(stack), most = most_steps(stack);
     bool again = (g->notified & (1 << stack)) && sp < start + g->notified_at;
     if (!again) fiber_open_steps(fc, stack, room < most ? room : most);
+    if (!again && stack != CONTROL) make_control_room(fc, sp);
     char* end = steps_start(fc, CONTROL, 0, g->open[CONTROL]);
     // SP may have been moved beyond the stack for a large object. Nothing is in this step yet.
     if (stack == CONTROL && sp < end + KIB) sp = steps_start(fc, CONTROL, 0, step);
@@ -253,11 +266,18 @@ static bool notify_again(struct thread* th, struct fiber_context* fc, os_context
     return 1;
 }
 
+/* A signal that came to foreign code in the last of the control stack's would end the process. */
+static int most_lent(int stack)
+{
+    return stack == CONTROL ? n_steps(stack) - SIGNAL_ROOM / STEP_SIZE : n_steps(stack);
+}
+
 /* Let foreign code, which may hold a lock, have N steps until it returns. */
 static void lend(struct thread* th, struct fiber_context* fc, int stack, int n)
 {
     fiber_open_steps(fc, stack, n);
     if (read_TLS(INTERRUPTS_ENABLED, th) == NIL) guards_of(fc)->lent_masked = 1;
+    guards_of(fc)->lent = 1;
     fiber_trap_after_call(th);
 }
 
@@ -268,8 +288,9 @@ static void reserve_hit(struct thread* th, struct fiber_context* fc, os_context_
     else if (in_critical_section(th, context)) {
         open_silently(fc, stack, step + 1, context_sp(context));
         if (stack == CONTROL) postpone(th, context);
-    } else if (fiber_in_foreign_code(th, context)) lend(th, fc, stack, step + 1);
-    else notify(th, fc, context, stack, step);
+    } else if (!fiber_in_foreign_code(th, context)) notify(th, fc, context, stack, step);
+    else if (step >= most_lent(stack)) end_fiber(th, fc, context);
+    else lend(th, fc, stack, step + 1);
 }
 
 /* How many steps of the control stack's reserve a fiber with its stack pointer at SP may use. */
@@ -304,8 +325,9 @@ static void settle_lent(struct thread* th, struct fiber_context* fc, os_context_
         && !in_critical_section(th, context);
     int granted = steps_granted(fc, sp), stack = CONTROL;
     bool near = sp < control_base(fc) - granted * STEP_SIZE + NEAR_THE_END;
-    g->lent_masked = 0;
-    fiber_limit_open_steps(fc, near ? steps_used(fc, lowest) : granted);
+    g->lent_masked = g->lent = 0;
+    int used = steps_used(fc, lowest), open = g->open[CONTROL];
+    fiber_limit_open_steps(fc, !near ? granted : may || used < open ? used : open);
     fiber_close_left(th, fc, near ? lowest : sp);
     if (!near && (stack = exhausted_side_stack(fc)) == CONTROL) return;
     if (may) notify(th, fc, context, stack, g->open[stack]);
@@ -470,16 +492,21 @@ bool fiber_overflow_pending(struct thread* th)
  * not count, which needs more stack than what comes next may need. */
 void fiber_settle_pending(struct thread* th, os_context_t* context)
 {
-    bool lent = fiber_trapped_after_call(th);
+    bool trapped = fiber_trapped_after_call(th);
     fiber_send_deferred_signals(th);
     if (thread_interrupt_data(th).pending_handler && read_TLS(INTERRUPTS_ENABLED, th) == NIL) {
         write_TLS(INTERRUPT_PENDING, LISP_T, th);
         clear_pseudo_atomic_interrupted(th);
     }
     struct fiber_context* fc = th->fiber_context;
-    if (!fc || !(lent || guards_of(fc)->pending)) return;
+    if (!fc || !(trapped || guards_of(fc)->pending)) return;
     clear_pseudo_atomic_interrupted(th);
-    if (lent) { settle_lent(th, fc, context); return; }
+    if (trapped) {
+        // What was lent may have been settled below a callback, or have been another fiber's.
+        if (guards_of(fc)->lent) settle_lent(th, fc, context);
+        else fiber_close_left(th, fc, (char*)__builtin_frame_address(0) - 4*KIB);
+        return;
+    }
     // If it were notified at the end of a switch, where interrupts are off, the fiber would be
     // unwound before it has done what its predecessor on the carrier wants.
     if (context_sp(context) < control_base(fc) + NEAR_THE_END

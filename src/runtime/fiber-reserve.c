@@ -103,18 +103,25 @@ void fiber_set_return_guard(struct fiber_context* fc, char* page)
     fiber_give_return_guard_back();
 }
 
-/* Begin it with the first page that lies wholly above SP, and outside of the reserve. */
+/* Begin it with the first page that lies wholly above the word at SP, and outside of the reserve: what
+ * writes to that word would fault for ever. */
 void fiber_place_return_guard(struct fiber_context* fc, char* sp)
 {
     fiber_set_return_guard(fc, sp < control_base(fc) ? control_base(fc)
-                     : (char*)ALIGN_UP((uword_t)sp, HARD_GUARD_SIZE));
+                     : (char*)ALIGN_UP((uword_t)sp + 1, HARD_GUARD_SIZE));
+}
+
+static void forget_overflows(struct fiber_context* fc)
+{
+    struct guards* g = guards_of(fc);
+    g->notified_at = g->lent_masked = g->lent = 0;
 }
 
 void fiber_close_all_reserves(struct fiber_context* fc)
 {
     fiber_drop_return_guard(fc);
     for (int stack = 0; stack < N_STACKS; ++stack) close_reserve(fc, stack);
-    guards_of(fc)->notified_at = guards_of(fc)->lent_masked = 0;
+    forget_overflows(fc);
 }
 
 /* SP is where the fiber has returned to: close what it has left. Is something still open? In the
@@ -125,7 +132,7 @@ bool fiber_close_left(struct thread* th, struct fiber_context* fc, char* sp)
         if (fc == th->fiber_context && reserve_left(th, fc, stack, sp)) close_reserve(fc, stack);
     if (anything_open(fc)) return 1;
     fiber_drop_return_guard(fc);
-    guards_of(fc)->notified_at = guards_of(fc)->lent_masked = 0;
+    forget_overflows(fc);
     return 0;
 }
 

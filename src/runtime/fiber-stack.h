@@ -59,8 +59,9 @@ struct guards {
     uint8_t pending : 1;          // the control stack overflowed, and the fiber must be notified
     uint8_t reporting : 1;        // the fiber reports a failure, and has what is open for that
     uint8_t cut_off : 1;          // some frame was left where the control stack ended
+    uint8_t lent : 1;             // foreign code opened some step
     uint32_t notified_at : 31;    // handlers run below this offset into the control stack
-    uint32_t lent_masked : 1;     // foreign code opened some step with interrupts off
+    uint32_t lent_masked : 1;     // with interrupts off
 };
 _Static_assert(sizeof (struct guards) == sizeof (lispobj), "struct guards is one slot");
 
@@ -143,14 +144,11 @@ extern struct fiber_arena fiber_arenas[FIBER_MAX_ARENAS];
 extern volatile uint32_t fiber_n_arenas;
 
 /* The context of a slot. Its offset in the page varies from slot to slot, for the
- * sake of the caches: all first lines at one offset would share 12 lines. Below it there are 3 KiB
- * of the page or more for the control stack, above it there is room for 30 bindings: one page is
- * enough for what a fiber needs that waits for the next request of a connection, 3,008 bytes and 18
- * bindings with Hunchentoot. */
+ * sake of the caches: all first lines at one offset would share 12 lines. */
 static inline struct fiber_context* fiber_slot_context(struct fiber_arena* a, uint32_t i)
 {
     char* boundary = a->base + i * a->stride + LOW_GUARD_SIZE + a->control_size;
-    return (struct fiber_context*)(boundary - KIB + (i % 6) * 64);
+    return (struct fiber_context*)(boundary - 2*KIB + (i % 8) * 64);
 }
 
 static inline struct fiber_arena* fiber_arena_at(int index)
