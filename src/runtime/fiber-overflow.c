@@ -501,16 +501,17 @@ void fiber_settle_pending(struct thread* th, os_context_t* context)
     struct fiber_context* fc = th->fiber_context;
     if (!fc || !(trapped || guards_of(fc)->pending)) return;
     clear_pseudo_atomic_interrupted(th);
-    if (trapped) {
-        // What was lent may have been settled below a callback, or have been another fiber's.
-        if (guards_of(fc)->lent) settle_lent(th, fc, context);
-        else fiber_close_left(th, fc, (char*)__builtin_frame_address(0) - 4*KIB);
-        return;
-    }
+    if (guards_of(fc)->lent) { settle_lent(th, fc, context); return; }
+    // What was lent has been settled below a callback, or was another fiber's.
+    if (trapped) fiber_close_left(th, fc, (char*)__builtin_frame_address(0) - 4*KIB);
+    if (!guards_of(fc)->pending) return;
     // If it were notified at the end of a switch, where interrupts are off, the fiber would be
     // unwound before it has done what its predecessor on the carrier wants.
-    if (context_sp(context) < control_base(fc) + NEAR_THE_END
-        && read_TLS(INTERRUPTS_ENABLED, th) != NIL && !in_critical_section(th, context))
+    // A call is no switch; and where each call traps, the traps open the reserve ahead of the fiber.
+    char* sp = context_sp(context);
+    if (((sp < control_base(fc) + NEAR_THE_END && read_TLS(INTERRUPTS_ENABLED, th) != NIL)
+         || (trapped && sp < control_base(fc)))
+        && !in_critical_section(th, context))
         notify(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
 }
 

@@ -152,3 +152,31 @@
                               40000
                               (lambda () (catch 'out (call-back-from-foreign-code 60000 0))))))
                  (list reserve value (reserve)))))))
+
+(defun recurse-with-small-calls ()
+  (foreign-inside)
+  (+ (recurse-with-small-calls) (keep)))
+
+;;; Each call below such a callback traps when it returns. Prevents: the end of the process.
+(test recursion-below-callbacks-of-such-calls
+  (dolist (used '(0 60000))
+    (dolist (recurse (list #'recurse-with-small-calls
+                           (lambda () (sb-sys:without-interrupts (recurse-with-small-calls)))))
+      (is (eq :unwound
+              (in-fiber ()
+                (let* ((result nil)
+                       (*called-back* (lambda (argument) (declare (ignore argument))
+                                        (setf result (handler-case (funcall recurse)
+                                                       (storage-condition () :unwound))))))
+                  (call-at-distance 40000 (lambda () (call-back-from-foreign-code used 0)))
+                  result)))))))
+
+;;; Prevents: a fiber that is told of the end of its stack since another has left such a call.
+(test a-call-after-another-fiber-has-left-one
+  (with-group (group 1)
+    (join (spawn (group)
+            (let ((*called-back* (lambda (argument) (declare (ignore argument)) (throw 'out nil))))
+              (call-at-distance 40000
+                                (lambda () (catch 'out (call-back-from-foreign-code 60000 0)))))))
+    (is (eq :returned (join (spawn (group)
+                              (call-at-distance 12000 (lambda () (foreign-inside) :returned))))))))
