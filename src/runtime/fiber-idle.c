@@ -44,8 +44,8 @@ static uint32_t next_arena, next_slot; // to be visited
 
 void fiber_note_not_idle(struct fiber_arena* a, uint32_t i) { idle[a - fiber_arenas][i] = 0; }
 
-/* The page below END is the first that a stack which grows down comes to, but for one large frame. To
- * ask costs a third of giving nothing back. */
+/* The page below END is the first that a stack which grows down comes to, but for one large frame.
+ * To ask costs less than to give nothing back. */
 static bool used(char* end)
 {
     unsigned char in_memory[2];
@@ -60,8 +60,7 @@ static void give_back(char* start, char* sp)
     if (start < end && used(end)) madvise(start, end - start, MADV_DONTNEED);
 }
 
-/* WITH-ALIEN binds it, so it is what the newest of such bindings holds, see assembly/x86-64/fiber.lisp.
- */
+/* WITH-ALIEN binds it, so the newest of such bindings has it: the switch exchanges them. */
 static char* alien_stack_pointer(struct fiber_context* fc)
 {
     struct binding* b = (struct binding*)fc->binding_stack_pointer;

@@ -205,7 +205,7 @@ static void end_fiber(struct thread* th, struct fiber_context* fc, os_context_t*
     divert(context, StaticSymbolFunction(LOSE_STACK));
 }
 
-/* A fiber at SP is notified of a side stack's end, for which it has no room: of the control stack's
+/* A fiber at SP is notified of a side stack's end and has no room for that: of the control stack's
  * as well. */
 static void make_control_room(struct fiber_context* fc, char* sp)
 {
@@ -501,7 +501,7 @@ void fiber_settle_pending(struct thread* th, os_context_t* context)
     struct fiber_context* fc = th->fiber_context;
     if (!fc || !(trapped || guards_of(fc)->pending)) return;
     clear_pseudo_atomic_interrupted(th);
-    if (guards_of(fc)->lent) { settle_lent(th, fc, context); return; }
+    if (trapped && guards_of(fc)->lent) { settle_lent(th, fc, context); return; }
     // What was lent has been settled below a callback, or was another fiber's.
     if (trapped) fiber_close_left(th, fc, (char*)__builtin_frame_address(0) - 4*KIB);
     if (!guards_of(fc)->pending) return;

@@ -103,8 +103,8 @@ void fiber_set_return_guard(struct fiber_context* fc, char* page)
     fiber_give_return_guard_back();
 }
 
-/* Begin it with the first page that lies wholly above the word at SP, and outside of the reserve: what
- * writes to that word would fault for ever. */
+/* Begin it with the first page that lies wholly above the word at SP, and outside of the reserve.
+ * What writes to that word would fault for ever. */
 void fiber_place_return_guard(struct fiber_context* fc, char* sp)
 {
     fiber_set_return_guard(fc, sp < control_base(fc) ? control_base(fc)

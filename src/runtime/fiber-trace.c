@@ -87,9 +87,9 @@ struct fiber_context* fiber_trace_control_stack(bool (*refers)(lispobj, void*), 
 {
     struct search s = { refers, arg };
     fiber_each_suspended(search_control_stack, &s);
-    if (s.owner) *pc = return_address_of_frame(s.owner->control_stack_pointer, s.owner->control_stack_end,
-                                      s.where); // which the switch leaves so
-    return s.owner;
+    struct fiber_context* fc = s.owner; // the switch leaves a frame pointer at its stack pointer
+    if (fc) *pc = return_address_of_frame(fc->control_stack_pointer, fc->control_stack_end, s.where);
+    return fc;
 }
 
 /* The newest binding of a variable has the current value, since a switch exchanges them. */
