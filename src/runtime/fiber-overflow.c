@@ -98,10 +98,13 @@ static char* skip_return_guard(struct fiber_context* fc, char* sp)
 
 /* The return guard must be far above: the next frames are those of C functions, where the
  * kernel may be about to write, which for it is no fault but an EFAULT. */
-static void open_silently(struct fiber_context* fc, int stack, int n, char* sp)
+static void open_silently(struct thread* th, struct fiber_context* fc, int stack, int n, char* sp)
 {
     fiber_open_steps(fc, stack, n);
-    if (stack == CONTROL) guards_of(fc)->pending = 1;
+    if (stack == CONTROL) {
+        guards_of(fc)->pending = 1;
+        fiber_trap_after_call(th);
+    }
     if (!fc->return_guard)
         fiber_place_return_guard(fc, (sp < control_base(fc) ? control_base(fc) : sp) + SIGNAL_ROOM);
 }
@@ -217,6 +220,15 @@ static void make_control_room(struct fiber_context* fc, char* sp)
     g->cut_off = 1;
 }
 
+/* A recursion that has used up a side stack in few frames lies above the return guard, and does not
+ * meet it when it comes again: see after each call whether the reserve was left. Where the control
+ * stack's is open as well a trap would take room from handlers. */
+static void trap_until_left(struct thread* th, struct fiber_context* fc)
+{
+    struct guards* g = guards_of(fc);
+    if (!g->open[CONTROL] && (g->open[BINDING] || g->open[ALIEN])) fiber_trap_after_call(th);
+}
+
 /* Signal that a stack is exhausted, with room for the handlers. If it is the handlers that have
  * used that up, or nothing is left, end the fiber. Handlers run below where the fiber was notified:
  * if it is above that, it has left them without meeting the return guard. */
@@ -246,6 +258,7 @@ static void notify(struct thread* th, struct fiber_context* fc, os_context_t* co
     g->notified |= 1 << stack;
     g->reporting = 0;
     g->notified_at = sp - start;
+    trap_until_left(th, fc);
     divert(context, stack == CONTROL ? StaticSymbolFunction(CONTROL_STACK_EXHAUSTED_ERROR)
            : stack == BINDING ? StaticSymbolFunction(BINDING_STACK_EXHAUSTED_ERROR)
            : StaticSymbolFunction(ALIEN_STACK_EXHAUSTED_ERROR));
@@ -286,7 +299,7 @@ static void reserve_hit(struct thread* th, struct fiber_context* fc, os_context_
 {
     if (step == n_steps(stack)) end_fiber(th, fc, context); // the hard guard
     else if (in_critical_section(th, context)) {
-        open_silently(fc, stack, step + 1, context_sp(context));
+        open_silently(th, fc, stack, step + 1, context_sp(context));
         if (stack == CONTROL) postpone(th, context);
     } else if (!fiber_in_foreign_code(th, context)) notify(th, fc, context, stack, step);
     else if (step >= most_lent(stack)) end_fiber(th, fc, context);
@@ -393,7 +406,7 @@ static void overflow_for_signal(struct thread* th, struct fiber_context* fc, os_
                                 int needed)
 {
     if (in_critical_section(th, context)) {
-        open_silently(fc, CONTROL, needed, context_sp(context));
+        open_silently(th, fc, CONTROL, needed, context_sp(context));
         postpone(th, context);
     } else if (left_alone(th, fc, context_sp(context), needed))
         fiber_open_steps(fc, CONTROL, needed);
@@ -486,6 +499,18 @@ bool fiber_overflow_pending(struct thread* th)
     return th->fiber_context && guards_of(th->fiber_context)->pending;
 }
 
+/* Where the stack pointer of a fiber is that has overflowed silently, and is not to go on. With
+ * interrupts off it may be in a park or a wake-up, of which the end of a switch is a part, and which
+ * must not be cut off; but these make sure of their room before. A call is no switch; and where
+ * each call traps, the traps open the reserve ahead of the fiber. */
+static char* must_be_notified_below(struct thread* th, struct fiber_context* fc, char* sp,
+                                    bool trapped)
+{
+    char* base = control_base(fc);
+    if (read_TLS(INTERRUPTS_ENABLED, th) != NIL) return base + NEAR_THE_END;
+    return base - steps_granted(fc, sp) * STEP_SIZE - (trapped ? 0 : NEAR_THE_END);
+}
+
 /* The last thing that a trap for pending interrupts does. See the head of
  * assembly/x86-64/fiber.lisp for the first case; the second is an overflow of which the
  * fiber could not be notified before, or one in foreign code. An overflow by a collection alone does
@@ -503,15 +528,11 @@ void fiber_settle_pending(struct thread* th, os_context_t* context)
     clear_pseudo_atomic_interrupted(th);
     if (trapped && guards_of(fc)->lent) { settle_lent(th, fc, context); return; }
     // What was lent has been settled below a callback, or was another fiber's.
-    if (trapped) fiber_close_left(th, fc, (char*)__builtin_frame_address(0) - 4*KIB);
+    if (trapped && fiber_close_left(th, fc, (char*)__builtin_frame_address(0) - 4*KIB))
+        trap_until_left(th, fc);
     if (!guards_of(fc)->pending) return;
-    // If it were notified at the end of a switch, where interrupts are off, the fiber would be
-    // unwound before it has done what its predecessor on the carrier wants.
-    // A call is no switch; and where each call traps, the traps open the reserve ahead of the fiber.
-    char* sp = context_sp(context);
-    if (((sp < control_base(fc) + NEAR_THE_END && read_TLS(INTERRUPTS_ENABLED, th) != NIL)
-         || (trapped && sp < control_base(fc)))
-        && !in_critical_section(th, context))
+    if (in_critical_section(th, context)) fiber_trap_after_call(th);
+    else if (context_sp(context) < must_be_notified_below(th, fc, context_sp(context), trapped))
         notify(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
 }
 

@@ -72,7 +72,8 @@ bool fiber_handle_failed_delivery(siginfo_t* info, os_context_t* context)
     if (!fc || info->si_code != SI_KERNEL || !fiber_make_signal_room(th, fc, context)) return 0;
     if (th->stop_signal_sent) pthread_kill(pthread_self(), SIG_STOP_FOR_GC);
     for (int i = 0; i < N_RESENT; ++i) // a signal without a handler may end the process
-        if (lisp_sig_handlers[resent[i]]) send_again(resent[i]);
+        if (lisp_sig_handlers[resent[i]]
+            && !sigismember(os_context_sigmask_addr(context), resent[i])) send_again(resent[i]);
     return 1;
 }
 

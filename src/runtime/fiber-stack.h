@@ -143,12 +143,17 @@ struct fiber_arena {
 extern struct fiber_arena fiber_arenas[FIBER_MAX_ARENAS];
 extern volatile uint32_t fiber_n_arenas;
 
+/* Contexts lie in the last KiB of a page, whose rest is for the frames of an idle fiber. */
+enum { CONTEXT_PLACES = 6, CONTEXT_PLACE_SIZE = 64 };
+_Static_assert(sizeof (struct fiber_context) + (CONTEXT_PLACES - 1) * CONTEXT_PLACE_SIZE <= KIB,
+               "a context ends with its page at the latest");
+
 /* The context of a slot. Its offset in the page varies from slot to slot, for the
  * sake of the caches: all first lines at one offset would share 12 lines. */
 static inline struct fiber_context* fiber_slot_context(struct fiber_arena* a, uint32_t i)
 {
     char* boundary = a->base + i * a->stride + LOW_GUARD_SIZE + a->control_size;
-    return (struct fiber_context*)(boundary - 2*KIB + (i % 8) * 64);
+    return (struct fiber_context*)(boundary - KIB + i % CONTEXT_PLACES * CONTEXT_PLACE_SIZE);
 }
 
 static inline struct fiber_arena* fiber_arena_at(int index)

@@ -196,6 +196,30 @@
       (is (eq t (first results)))
       (is (eq :exhausted (first (last results)))))))
 
+;;; Prevents: the end of the process, since each overflow is in a critical section, and nothing looks
+;;; at it afterwards.
+(test with-interrupts-off
+  (on-carriers (n :counts '(1 2))
+    (dolist (way (cons (cons 'sb-kernel::control-stack-exhausted
+                             (lambda () (recurse-with-large-objects 300)))
+                       *ways*))
+      (is (equal '(t t t)
+                 (in-fiber (n)
+                   (loop repeat 3 collect (sb-sys:without-interrupts (exhausted-p way)))))
+          "~S" way))))
+
+(defun recurse-with-collections ()
+  (sb-ext:gc :gen 0)
+  (+ (recurse-with-collections) (keep)))
+
+(test collections-in-each-frame
+  (with-group (group 1)
+    (flet ((exhausted () (exhausted-p (cons 'sb-kernel::control-stack-exhausted
+                                            #'recurse-with-collections))))
+      (is (equal '(t t)
+                 (join (spawn (group :stack-size (* 64 1024))
+                         (list (exhausted) (sb-sys:without-interrupts (exhausted))))))))))
+
 ;;;; Overflow, not handled
 
 (test unhandled-overflow-ends-the-fiber
