@@ -122,6 +122,14 @@ void fiber_route_signal(int signal, struct sigaction* action)
     action->sa_flags |= SA_ONSTACK;
 }
 
+/* Called by a thread of C that has called Lisp, with signals blocked. Its alternate stack is in what
+ * is about to be another thread's memory, or no memory. */
+void fiber_leave_alternate_stack()
+{
+    stack_t none = { .ss_flags = SS_DISABLE };
+    sigaltstack(&none, 0);
+}
+
 /* The signal mask belongs to the OS thread, and while a handler runs it is the handler's. When a
  * fiber is about to park in one, put back the carrier's own. The outermost live context may not
  * tell: if a handler was deferred before that, it has signals blocked. If a handler is pending then

@@ -73,6 +73,7 @@ extern void fiber_end_sleep(void);
 extern struct fiber_context* fiber_in_use(struct thread*, os_context_t*);
 extern bool fiber_handle_failed_delivery(siginfo_t*, os_context_t*);
 extern void fiber_route_signal(int, struct sigaction*);
+extern void fiber_leave_alternate_stack(void);
 extern bool fiber_handle_fault(struct thread*, os_context_t*, os_vm_address_t);
 extern void fiber_scrub_limits(struct thread*, os_vm_address_t* guard,
                                os_vm_address_t* hard_guard, unsigned* size);

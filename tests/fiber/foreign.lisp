@@ -376,6 +376,14 @@ ended, and what had been noted."
       (sb-unix:unix-close in)
       (sb-unix:unix-close out))))
 
+;;; Prevents: a signal whose frame is written to memory that another thread has, or none. The timer
+;;; of a profiler expires at any time.
+(test threads-of-foreign-code-keep-no-alternate-stack
+  (is (= 0 (sb-alien:alien-funcall
+            (sb-alien:extern-alien "foreign_alternate_stack"
+                                   (function sb-alien:int sb-sys:system-area-pointer))
+            (sb-alien:alien-sap (sb-alien::alien-callable-function 'call-back))))))
+
 ;;;; The pool
 
 ;;; Prevents: what was abandoned being unwound out of foreign code.

@@ -19,6 +19,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
@@ -97,6 +98,22 @@ int foreign_call_back(int (*function)(int), int argument, int used, int frame)
 
 void foreign_fill(volatile char* p, int bytes) { while (bytes > 0) p[--bytes] = 1; }
 
+static void* call_in_thread(void* function)
+{
+    stack_t stack;
+    ((int (*)(int))function)(1);
+    return (void*)(long)(sigaltstack(0, &stack) || !(stack.ss_flags & SS_DISABLE));
+}
+
+/* Has a thread that has called Lisp, and returned, an alternate stack for signals still? */
+int foreign_alternate_stack(int (*function)(int))
+{
+    pthread_t thread;
+    void* result;
+    if (pthread_create(&thread, 0, call_in_thread, function)) return -1;
+    pthread_join(thread, &result);
+    return (int)(long)result;
+}
 
 int foreign_wait(void)
 {
@@ -161,7 +178,7 @@ int foreign_mistakes(void)
   (def foreign-calls "foreign_calls" sb-alien:int)
   (def foreign-mistakes "foreign_mistakes" sb-alien:int))
 
-(defvar *called-back*)
+(defvar *called-back* #'identity)
 
 (sb-alien:define-alien-callable call-back sb-alien:int ((argument sb-alien:int))
   (funcall *called-back* argument)
