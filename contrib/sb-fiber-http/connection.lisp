@@ -1,0 +1,206 @@
+;;;; connections: octets in and out, with deadlines
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-HTTP")
+
+;;; A connection has a buffer for what was received, as long as there is something in it, or a
+;;; request is served. A client that keeps its connection and says nothing costs a stack and a few
+;;; objects, but no buffer.
+;;;
+;;; What is true when nobody is inside:
+;;;  - the octets of INPUT from START to END were received and not used yet; without a buffer
+;;;    there are none;
+;;;  - those below KEPT belong to the head that is being served, and stay where they are: if there
+;;;    is no room behind them, what is received goes to another buffer, and the head keeps the old;
+;;;  - EOF-P is true if the client sends no more.
+;;;
+;;; In a fiber what waits here parks it. Deadlines are in internal real time; NIL is none.
+
+(define-condition timed-out (error)
+  ()
+  (:report "A client did not send, or take, in time what it should have.")
+  (:documentation "The error that is signaled when a deadline of a connection comes."))
+
+(define-condition connection-lost (error)
+  ((errno :initarg :errno :initform 0 :reader connection-lost-errno))
+  (:report (lambda (condition stream)
+             (format stream "A connection was lost: ~A"
+                     (if (= 0 (connection-lost-errno condition))
+                         "the client sends no more."
+                         (sb-int:strerror (connection-lost-errno condition))))))
+  (:documentation "The error that is signaled when a client goes away before it has sent a whole
+request, or taken a whole reply."))
+
+(defconstant +buffer-size+ 8192)
+
+(sb-ext:define-load-time-global *free-buffers* '())
+(declaim (type list *free-buffers*))
+(sb-ext:define-load-time-global *free-buffer-count* 0)
+(declaim (type fixnum *free-buffer-count*))
+(defconstant +most-free-buffers+ 1024)
+
+(defun take-buffer ()
+  (let ((buffer (sb-ext:atomic-pop *free-buffers*)))
+    (cond (buffer (sb-ext:atomic-decf *free-buffer-count*)
+                  (the octets buffer))
+          (t (make-array +buffer-size+ :element-type '(unsigned-byte 8))))))
+
+(defun give-buffer-back (buffer)
+  (when (and (= (length buffer) +buffer-size+) (< *free-buffer-count* +most-free-buffers+))
+    (sb-ext:atomic-incf *free-buffer-count*)
+    (sb-ext:atomic-push buffer *free-buffers*)))
+
+(defstruct (connection (:constructor make-connection (fd &key (limits (make-limits))))
+                       (:copier nil))
+  "What a server has of a client: the socket with descriptor FD, and what was received."
+  (fd (sb-int:missing-arg) :type (signed-byte 32) :read-only t)
+  (limits (sb-int:missing-arg) :type limits :read-only t)
+  (head (make-head) :type head :read-only t)
+  (input nil :type (or null octets))
+  (start 0 :type index)
+  (end 0 :type index)
+  (kept 0 :type index)
+  (eof-p nil :type boolean))
+(declaim (sb-ext:freeze-type connection))
+
+;;;; deadlines
+
+(defun deadline-after (seconds)
+  "The deadline that comes in SECONDS, a real; NIL if that is NIL."
+  (and seconds
+       (+ (get-internal-real-time) (ceiling (* seconds internal-time-units-per-second)))))
+
+(defun await (connection direction deadline)
+  "Wait until the socket of CONNECTION is ready for DIRECTION. Signals TIMED-OUT at DEADLINE."
+  (let ((timeout (and deadline
+                      (/ (max 0 (- deadline (get-internal-real-time)))
+                         (float internal-time-units-per-second 1d0)))))
+    (unless (sb-sys:wait-until-fd-usable (connection-fd connection) direction timeout)
+      (error 'timed-out))))
+
+;;;; receiving
+
+(defun drop-used-input (connection)
+  "Nothing that CONNECTION has received is used any more but what comes next: give its buffer back
+if that is nothing."
+  (setf (connection-kept connection) 0)
+  (when (and (connection-input connection) (= (connection-start connection)
+                                              (connection-end connection)))
+    (give-buffer-back (shiftf (connection-input connection) nil))
+    (setf (connection-start connection) 0
+          (connection-end connection) 0)))
+
+(defun move-input (connection buffer index)
+  "Have what was received, and not used, in BUFFER at INDEX."
+  (let ((start (connection-start connection)) (end (connection-end connection)))
+    (when (connection-input connection)
+      (replace buffer (connection-input connection) :start1 index :start2 start :end2 end))
+    (setf (connection-input connection) buffer
+          (connection-start connection) index
+          (connection-end connection) (+ index (- end start)))))
+
+(defun make-room (connection)
+  "Have room in the buffer of CONNECTION, so that something can be received."
+  (let* ((buffer (connection-input connection))
+         (start (connection-start connection))
+         (end (connection-end connection))
+         (kept (connection-kept connection)))
+    (cond ((null buffer) (move-input connection (take-buffer) 0))
+          ((< end (length buffer)))
+          ((< kept start) (move-input connection buffer kept))
+          (t (setf (connection-kept connection) 0)
+             (move-input connection
+                         (make-array (max +buffer-size+ (* 2 (- end start)))
+                                     :element-type '(unsigned-byte 8))
+                         0)))))
+
+(defun try-to-receive (connection)
+  "Receive what there is, and return how many octets; 0 at the end; or NIL if one must wait."
+  (make-room connection)
+  (let ((buffer (connection-input connection)) (end (connection-end connection)))
+    (multiple-value-bind (n errno)
+        (sb-sys:with-pinned-objects (buffer)
+          (sb-fiber::unix-read-now (connection-fd connection)
+                                   (sb-sys:sap+ (sb-sys:vector-sap buffer) end)
+                                   (- (length buffer) end)))
+      (cond (n (when (= n 0) (setf (connection-eof-p connection) t))
+               (incf (connection-end connection) n)
+               n)
+            ((or (= errno sb-unix:ewouldblock) (= errno sb-unix:eintr)) nil)
+            (t (error 'connection-lost :errno errno))))))
+
+(defun receive (connection deadline)
+  "Receive some octets. Return false if the client sends no more. Signals TIMED-OUT at DEADLINE, and
+CONNECTION-LOST."
+  (loop
+    (when (connection-eof-p connection) (return nil))
+    ;; Where this cannot park it would wait without a deadline.
+    (when (and deadline (not (sb-fiber:fiber-can-park-p))) (await connection :input deadline))
+    (let ((n (try-to-receive connection)))
+      (when n (return (plusp n))))
+    (when (= 0 (connection-kept connection)) (drop-used-input connection))
+    (await connection :input deadline)))
+
+;;;; heads and bodies
+
+(defun receive-head (connection idle-deadline seconds)
+  "Receive and return the head of the next request of CONNECTION, or NIL if the client sends none
+any more. Its first octet must come before IDLE-DEADLINE, and all of it SECONDS later. Signals
+TIMED-OUT, CONNECTION-LOST and BAD-REQUEST. The head is used until the next call."
+  (drop-used-input connection)
+  (when (= (connection-start connection) (connection-end connection))
+    (unless (receive connection idle-deadline) (return-from receive-head nil)))
+  (loop with deadline = nil
+        for again = nil then (head-in-place-p connection)
+        do (when (parse-input connection again) (return (connection-head connection)))
+           (unless deadline (setf deadline (deadline-after seconds)))
+           (unless (receive connection deadline) (error 'connection-lost))))
+
+(defun head-in-place-p (connection)
+  "Does what was received of a head lie where it lay when it was parsed?"
+  (let ((head (connection-head connection)))
+    (and (eq (head-octets head) (connection-input connection))
+         (= (head-begin head) (connection-start connection)))))
+
+(defun parse-input (connection again)
+  "Parse what CONNECTION has received, AGAIN perhaps. Return true if a head is complete."
+  (let ((end (parse-head (connection-head connection) (connection-input connection)
+                         (connection-start connection) (connection-end connection)
+                         (connection-limits connection) :again again)))
+    (when end
+      (setf (connection-start connection) end
+            (connection-kept connection) end))))
+
+(defun receive-body (connection decoder deadline)
+  "Receive some octets of the body that DECODER decodes. Return the vector that they are in, start and
+end; start and end are equal when the body has ended. Signals TIMED-OUT, CONNECTION-LOST and
+BAD-REQUEST. The octets are to be used before the next call."
+  (loop
+    (when (connection-input connection)
+      (multiple-value-bind (start end next)
+          (decode decoder (connection-input connection) (connection-start connection)
+                  (connection-end connection))
+        (setf (connection-start connection) next)
+        (when (or (< start end) (decoder-done-p decoder))
+          (return (values (connection-input connection) start end)))))
+    (when (decoder-done-p decoder) (return (values (head-octets (connection-head connection)) 0 0)))
+    (unless (receive connection deadline) (error 'connection-lost))))
+
+;;;; sending
+
+(defun send-octets (connection octets start end deadline)
+  "Send OCTETS from START to END to the client. Signals TIMED-OUT at DEADLINE, and CONNECTION-LOST."
+  (declare (type octets octets) (type index start end))
+  (loop while (< start end)
+        do (multiple-value-bind (n errno)
+               (sb-fiber::unix-write-now (connection-fd connection) octets start (- end start))
+             (cond (n (incf start n))
+                   ((= errno sb-unix:ewouldblock) (await connection :output deadline))
+                   ((= errno sb-unix:eintr))
+                   (t (error 'connection-lost :errno errno))))))

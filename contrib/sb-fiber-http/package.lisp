@@ -1,0 +1,30 @@
+;;;; the package of the HTTP/1.1 engine
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(defpackage "SB-FIBER-HTTP"
+  (:documentation "HTTP/1.1 over octet buffers, for servers whose connections are fibers.")
+  (:use "COMMON-LISP")
+  (:export
+   ;; octets
+   "OCTETS" "OCTETS-STRING" "STRING-OCTETS"
+   ;; heads
+   "HEAD" "MAKE-HEAD" "PARSE-HEAD" "LIMITS" "MAKE-LIMITS"
+   "HEAD-METHOD" "HEAD-TARGET" "HEAD-MINOR-VERSION" "HEAD-FIELD-COUNT"
+   "HEAD-FIELD" "FIELD-NAME" "FIELD-VALUE" "MAP-FIELDS"
+   "HEAD-CONTENT-LENGTH" "HEAD-CHUNKED-P" "HEAD-KEEP-ALIVE-P" "HEAD-EXPECTS-CONTINUE-P"
+   ;; bodies
+   "DECODER" "MAKE-DECODER" "DECODE" "DECODER-DONE-P"
+   ;; connections
+   "CONNECTION" "MAKE-CONNECTION" "CONNECTION-FD" "DEADLINE-AFTER"
+   "RECEIVE-HEAD" "RECEIVE-BODY" "SEND-OCTETS"
+   ;; replies
+   "SEND-REPLY" "REASON-PHRASE"
+   ;; what a client did wrong
+   "TIMED-OUT" "CONNECTION-LOST"
+   "BAD-REQUEST" "BAD-REQUEST-STATUS" "BAD-REQUEST-REASON"))

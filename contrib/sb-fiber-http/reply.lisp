@@ -1,0 +1,189 @@
+;;;; replies
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-HTTP")
+
+;;; Head and body of a reply are put into one vector, and sent by one system call. A large body is
+;;; sent by itself: copying it would cost more than a call.
+
+(defconstant +largest-copied-body+ 16384)
+
+(defstruct (output (:constructor make-output (octets)) (:copier nil))
+  "Octets that are going to be sent."
+  (octets (sb-int:missing-arg) :type octets)
+  (fill 0 :type index))
+(declaim (sb-ext:freeze-type output))
+
+(defun have-room (output n)
+  "Have room for N octets in OUTPUT."
+  (declare (type index n))
+  (let* ((octets (output-octets output)) (needed (+ (output-fill output) n)))
+    (when (> needed (length octets))
+      (setf (output-octets output)
+            (replace (make-array (max needed (* 2 (length octets)))
+                                 :element-type '(unsigned-byte 8))
+                     octets :end2 (output-fill output))))))
+
+(defun put-octets (output octets start end)
+  (declare (type octets octets) (type index start end))
+  (have-room output (- end start))
+  (replace (output-octets output) octets :start1 (output-fill output) :start2 start :end2 end)
+  (incf (output-fill output) (- end start)))
+
+(defmacro put-constant (output string)
+  "Put STRING, a literal of ASCII, in which | stands for CR LF."
+  (let ((octets (loop for character across string
+                      append (if (char= character #\|)
+                                 (list +cr+ +lf+)
+                                 (list (char-code character))))))
+    `(put-octets ,output
+                 (load-time-value (coerce ',octets 'octets) t)
+                 0 ,(length octets))))
+
+(defun refuse-character (code)
+  (error "The character ~S must not be in a field of a reply." (code-char code)))
+
+(defun put-string (output string allowed-p)
+  "Put STRING, of Latin-1. All of its octets must be allowed by ALLOWED-P, or who has chosen STRING
+could split the reply in two."
+  (declare (type function allowed-p))
+  (let ((string (coerce string 'simple-string)))
+    (have-room output (length string))
+    (let ((octets (output-octets output)) (fill (output-fill output)))
+      (declare (type index fill))
+      (macrolet ((put-characters ()
+                   `(loop for character across string
+                          for code = (char-code character)
+                          do (unless (and (< code 256) (funcall allowed-p code))
+                               (refuse-character code))
+                             (setf (aref octets fill) code)
+                             (incf fill))))
+        (etypecase string               ; for the sake of speed
+          (simple-base-string (put-characters))
+          ((simple-array character (*)) (put-characters))))
+      (setf (output-fill output) fill))))
+
+(defun put-number (output n)
+  "Put the decimal digits of N, which is not negative."
+  (declare (type index n))
+  (have-room output 20)
+  (let* ((octets (output-octets output))
+         (n-digits (loop for rest of-type index = n then (floor rest 10)
+                         count t until (< rest 10)))
+         (end (+ (output-fill output) n-digits)))
+    (loop for i from (1- end) downto (output-fill output)
+          do (multiple-value-bind (rest digit) (floor n 10)
+               (setf (aref octets i) (+ (octet #\0) digit)
+                     n rest)))
+    (setf (output-fill output) end)))
+
+;;;; status lines
+
+(defparameter *reasons*
+  '((100 . "Continue") (101 . "Switching Protocols") (200 . "OK") (201 . "Created")
+    (202 . "Accepted") (203 . "Non-Authoritative Information") (204 . "No Content")
+    (205 . "Reset Content") (206 . "Partial Content") (207 . "Multi-Status")
+    (300 . "Multiple Choices") (301 . "Moved Permanently") (302 . "Found") (303 . "See Other")
+    (304 . "Not Modified") (307 . "Temporary Redirect") (308 . "Permanent Redirect")
+    (400 . "Bad Request") (401 . "Unauthorized") (402 . "Payment Required") (403 . "Forbidden")
+    (404 . "Not Found") (405 . "Method Not Allowed") (406 . "Not Acceptable")
+    (407 . "Proxy Authentication Required") (408 . "Request Timeout") (409 . "Conflict")
+    (410 . "Gone") (411 . "Length Required") (412 . "Precondition Failed")
+    (413 . "Content Too Large") (414 . "URI Too Long") (415 . "Unsupported Media Type")
+    (416 . "Range Not Satisfiable") (417 . "Expectation Failed") (421 . "Misdirected Request")
+    (422 . "Unprocessable Content") (424 . "Failed Dependency") (425 . "Too Early")
+    (426 . "Upgrade Required") (428 . "Precondition Required") (429 . "Too Many Requests")
+    (431 . "Request Header Fields Too Large") (451 . "Unavailable For Legal Reasons")
+    (500 . "Internal Server Error") (501 . "Not Implemented") (502 . "Bad Gateway")
+    (503 . "Service Unavailable") (504 . "Gateway Timeout") (505 . "HTTP Version Not Supported")
+    (507 . "Insufficient Storage") (511 . "Network Authentication Required"))
+  "The status codes that are registered, and their reason phrases.")
+
+(defun reason-phrase (status)
+  "Return the reason phrase of STATUS, a string, which is empty if none is known."
+  (or (cdr (assoc status *reasons*)) ""))
+
+(defun status-line (status)
+  (string-octets (format nil "HTTP/1.1 ~D ~A~C~C" status (reason-phrase status)
+                         #\Return #\Newline)))
+
+(sb-ext:define-load-time-global *status-lines*
+    (let ((lines (make-array 600 :initial-element nil)))
+      (loop for (status) in *reasons* do (setf (aref lines status) (status-line status)))
+      lines))
+(declaim (type (simple-vector 600) *status-lines*))
+
+(defun put-status-line (output status)
+  (declare (type (integer 100 599) status))
+  (let ((line (or (aref *status-lines* status) (status-line status))))
+    (put-octets output line 0 (length (the octets line)))))
+
+;;;; the date
+
+(defun date-field (universal-time)
+  "The field Date for UNIVERSAL-TIME, octets with CR LF."
+  (multiple-value-bind (second minute hour day month year weekday)
+      (decode-universal-time universal-time 0)
+    (string-octets
+     (format nil "Date: ~A, ~2,'0D ~A ~D ~2,'0D:~2,'0D:~2,'0D GMT~C~C"
+             (aref #("Mon" "Tue" "Wed" "Thu" "Fri" "Sat" "Sun") weekday) day
+             (aref #("Jan" "Feb" "Mar" "Apr" "May" "Jun" "Jul" "Aug" "Sep" "Oct" "Nov" "Dec")
+                   (1- month))
+             year hour minute second #\Return #\Newline))))
+
+(sb-ext:define-load-time-global *date* (cons 0 (make-array 0 :element-type '(unsigned-byte 8))))
+(declaim (type cons *date*))
+
+(defun put-date (output)
+  "Put the field Date, which is made once a second."
+  (let ((now (get-universal-time)) (date *date*))
+    (unless (= now (the unsigned-byte (car date)))
+      (setf date (cons now (date-field now))
+            *date* date))
+    (put-octets output (cdr date) 0 (length (the octets (cdr date))))))
+
+;;;; replies
+
+(defun put-field (output name value)
+  "Put the field NAME with VALUE, strings."
+  (put-string output name #'token-octet-p)
+  (put-constant output ": ")
+  (put-string output value #'value-octet-p)
+  (put-constant output "|"))
+
+;;; RFC 9110, 8.6: these have no body, and 1xx and 204 no length either.
+(defun body-allowed-p (status)
+  (not (or (< status 200) (= status 204) (= status 304))))
+
+(defun put-head (output status fields length keep-alive-p)
+  "Put the head of a reply. LENGTH is that of the body; NIL if there is none, or FIELDS tell it."
+  (put-status-line output status)
+  (put-date output)
+  (loop for (name . value) in fields do (put-field output name value))
+  (when length
+    (put-constant output "Content-Length: ")
+    (put-number output length)
+    (put-constant output "|"))
+  (unless keep-alive-p (put-constant output "Connection: close|"))
+  (put-constant output "|"))
+
+(defun send-reply (connection status fields body &key (head-only-p nil) (keep-alive-p t) deadline)
+  "Send a whole reply to the client of CONNECTION: the integer STATUS, FIELDS, an alist of strings,
+and BODY, octets. If HEAD-ONLY-P the body is not sent, but its length is. Signals TIMED-OUT at
+DEADLINE, and CONNECTION-LOST; and an error if a field has characters that it must not have."
+  (declare (type octets body))
+  (let* ((output (make-output (take-buffer)))
+         (length (length body))
+         (sent (if (and (body-allowed-p status) (not head-only-p)) length 0))
+         (copied-p (<= sent +largest-copied-body+)))
+    (put-head output status fields (and (body-allowed-p status) length) keep-alive-p)
+    (when copied-p (put-octets output body 0 sent))
+    (send-octets connection (output-octets output) 0 (output-fill output) deadline)
+    (give-buffer-back (output-octets output))
+    (unless copied-p (send-octets connection body 0 length deadline))))
