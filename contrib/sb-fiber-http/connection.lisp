@@ -192,6 +192,15 @@ BAD-REQUEST. The octets are to be used before the next call."
     (when (decoder-done-p decoder) (return (values (head-octets (connection-head connection)) 0 0)))
     (unless (receive connection deadline) (error 'connection-lost))))
 
+(defun receive-anything (connection deadline)
+  "As RECEIVE-BODY, but of whatever comes behind the head, up to the end of the connection."
+  (when (or (< (connection-start connection) (connection-end connection))
+            (receive connection deadline))
+    (let ((start (shiftf (connection-start connection) (connection-end connection))))
+      (return-from receive-anything
+        (values (connection-input connection) start (connection-end connection)))))
+  (values (head-octets (connection-head connection)) 0 0))
+
 ;;;; sending
 
 (defun send-octets (connection octets start end deadline)

@@ -59,7 +59,9 @@ from FROM to TO. Empty elements count."
     (cond ((name-at-p "close" octets element-start element-end)
            (setf (head-close-p head) t))
           ((name-at-p "keep-alive" octets element-start element-end)
-           (setf (head-keep-alive-asked-p head) t)))))
+           (setf (head-keep-alive-asked-p head) t))
+          ((name-at-p "upgrade" octets element-start element-end)
+           (setf (head-upgrade-p head) t)))))
 
 (defun note-expect (head octets start end)
   (unless (name-at-p "100-continue" octets start end)

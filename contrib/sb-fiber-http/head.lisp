@@ -57,6 +57,7 @@ The connection must be closed: where the next message begins is not known."))
   (chunked-p nil :type boolean)
   (close-p nil :type boolean)
   (keep-alive-asked-p nil :type boolean)
+  (upgrade-p nil :type boolean)
   (expects-continue-p nil :type boolean)
   (host-p nil :type boolean))
 (declaim (sb-ext:freeze-type head))
@@ -76,9 +77,26 @@ The connection must be closed: where the next message begins is not known."))
         (head-chunked-p head) nil
         (head-close-p head) nil
         (head-keep-alive-asked-p head) nil
+        (head-upgrade-p head) nil
         (head-expects-continue-p head) nil
         (head-host-p head) nil)
   head)
+
+(defun copy-of-head (head)
+  "Return a head that says what HEAD does, and goes on doing so when the buffer is used again."
+  (let ((copy (copy-structure head)) (start (head-start head)))
+    (flet ((shift (place) (- place start)))
+      (setf (head-octets copy) (subseq (head-octets head) start (head-end head))
+            (head-places copy) (map '(simple-array (unsigned-byte 32) (*)) #'shift
+                                    (subseq (head-places head)
+                                            0 (* +places-per-field+ (head-field-count head))))
+            (head-begin copy) 0
+            (head-start copy) 0
+            (head-end copy) (shift (head-end head))
+            (head-method-end copy) (shift (head-method-end head))
+            (head-target-start copy) (shift (head-target-start head))
+            (head-target-end copy) (shift (head-target-end head))))
+    copy))
 
 ;;;; what others ask for
 

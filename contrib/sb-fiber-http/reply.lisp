@@ -173,17 +173,26 @@ could split the reply in two."
   (unless keep-alive-p (put-constant output "Connection: close|"))
   (put-constant output "|"))
 
+(defun send-output (connection output body sent deadline)
+  "Send what has been put into OUTPUT, a head, and then SENT octets of BODY."
+  (let ((copied-p (<= sent +largest-copied-body+)))
+    (when copied-p (put-octets output body 0 sent))
+    (send-octets connection (output-octets output) 0 (output-fill output) deadline)
+    (unless copied-p (send-octets connection body 0 sent deadline))))
+
+(defmacro with-output ((output) &body body)
+  "Execute BODY with OUTPUT bound to an OUTPUT that is empty."
+  `(let ((,output (make-output (take-buffer))))
+     (multiple-value-prog1 (progn ,@body)
+       (give-buffer-back (output-octets ,output)))))
+
 (defun send-reply (connection status fields body &key (head-only-p nil) (keep-alive-p t) deadline)
   "Send a whole reply to the client of CONNECTION: the integer STATUS, FIELDS, an alist of strings,
 and BODY, octets. If HEAD-ONLY-P the body is not sent, but its length is. Signals TIMED-OUT at
 DEADLINE, and CONNECTION-LOST; and an error if a field has characters that it must not have."
   (declare (type octets body))
-  (let* ((output (make-output (take-buffer)))
-         (length (length body))
-         (sent (if (and (body-allowed-p status) (not head-only-p)) length 0))
-         (copied-p (<= sent +largest-copied-body+)))
-    (put-head output status fields (and (body-allowed-p status) length) keep-alive-p)
-    (when copied-p (put-octets output body 0 sent))
-    (send-octets connection (output-octets output) 0 (output-fill output) deadline)
-    (give-buffer-back (output-octets output))
-    (unless copied-p (send-octets connection body 0 length deadline))))
+  (let* ((length (and (body-allowed-p status) (length body)))
+         (sent (if (or head-only-p (null length)) 0 length)))
+    (with-output (output)
+      (put-head output status fields length keep-alive-p)
+      (send-output connection output body sent deadline))))

@@ -12,8 +12,9 @@
 
 (defpackage "SB-FIBER-HUNCHENTOOT"
   (:documentation "Hunchentoot with a fiber for each connection.")
-  (:use "COMMON-LISP" "SB-FIBER")
+  (:use "COMMON-LISP" "SB-FIBER" "SB-FIBER-HTTP")
+  (:shadow "CONNECTION")                ; the class of sockets here
   (:import-from "HUNCHENTOOT"
                 "ACCEPTOR" "ACCEPTOR-LOG-MESSAGE" "PARAMETER-ERROR" "PROCESS-CONNECTION"
                 "TASKMASTER-ACCEPTOR" "TASKMASTER-THREAD-COUNT")
-  (:export "FIBER-TASKMASTER"))
+  (:export "FIBER-TASKMASTER" "FIBER-ACCEPTOR" "EASY-FIBER-ACCEPTOR" "FIBER-REQUEST"))

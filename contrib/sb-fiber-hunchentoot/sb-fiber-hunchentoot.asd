@@ -10,7 +10,11 @@
 (defsystem "sb-fiber-hunchentoot"
   :description "Hunchentoot with a fiber for each connection"
   :licence "Public Domain"
-  :depends-on ("hunchentoot")
+  :depends-on ("hunchentoot" "sb-fiber-http")
   :serial t
   :components ((:file "package")
-               (:file "taskmaster")))
+               (:file "taskmaster")
+               (:file "stream")
+               (:file "request")
+               (:file "reply")
+               (:file "acceptor")))

@@ -9,8 +9,9 @@
 
 (in-package "SB-FIBER-TESTS")
 
-(asdf:load-asd (merge-pathnames "../../contrib/sb-fiber-hunchentoot/sb-fiber-hunchentoot.asd"
-                                *load-truename*))
+(dolist (name '("sb-fiber-http" "sb-fiber-hunchentoot"))
+  (asdf:load-asd (merge-pathnames (format nil "../../contrib/~A/~:*~A.asd" name)
+                                  *load-truename*)))
 (handler-bind ((warning #'muffle-warning))
   (let ((*standard-output* (make-broadcast-stream)))
     (asdf:load-system "sb-fiber-hunchentoot")))
@@ -19,7 +20,7 @@
 
 ;;;; A server
 
-(defclass test-acceptor (hunchentoot:easy-acceptor)
+(defclass test-acceptor ()
   ((messages :initform nil
              :accessor acceptor-messages
              :documentation "What has been logged, as strings, the last one first."))
@@ -31,10 +32,21 @@
   (sb-ext:atomic-push (apply #'format nil control arguments)
                       (slot-value acceptor 'messages)))
 
+(defclass stock-test-acceptor (test-acceptor hunchentoot:easy-acceptor) ())
+(defclass fiber-test-acceptor (test-acceptor sb-fiber-hunchentoot:easy-fiber-acceptor) ())
+
+(defvar *acceptor-class*)
+
+(defmacro acceptor-test (name &body body)
+  "Define a test that executes BODY for each class of acceptors."
+  `(test ,name
+     (dolist (*acceptor-class* '(stock-test-acceptor fiber-test-acceptor))
+       ,@body)))
+
 (defun make-server (&rest initargs)
   "Start and return a server. INITARGS are those of its taskmaster."
   (hunchentoot:start
-   (make-instance 'test-acceptor
+   (make-instance *acceptor-class*
                   :taskmaster (apply #'make-instance 'sb-fiber-hunchentoot:fiber-taskmaster
                                      initargs))))
 
@@ -170,7 +182,7 @@ connection has ended."
 
 ;;;; Serving
 
-(test addresses-of-a-connection
+(acceptor-test addresses-of-a-connection
   (with-server (server)
     (loop repeat 2
           do (with-client (socket server)
@@ -180,7 +192,7 @@ connection has ended."
                  (loop repeat 2
                        do (is (equal expected (nth-value 1 (request socket "/addresses"))))))))))
 
-(test a-connection-has-a-fiber
+(acceptor-test a-connection-has-a-fiber
   (with-server (server :carrier-count 1)
     (with-client (socket server)
       (is (equal '(200 "hello") (multiple-value-list (request socket "/hello"))))
@@ -191,11 +203,11 @@ connection has ended."
         (is (equal '(200 "hello") (multiple-value-list (request socket "/hello"))))))
     (wait-until (lambda () (= 0 (connection-count server))))))
 
-(test default-carriers
+(acceptor-test default-carriers
   (with-server (server)
     (is (says-hello-p server))))
 
-(test handlers-that-wait-do-not-stop-others
+(acceptor-test handlers-that-wait-do-not-stop-others
   (with-server (server :carrier-count 1)
     (with-client (socket server)
       (send-request socket "/gate")
@@ -204,7 +216,7 @@ connection has ended."
       (sb-thread:signal-semaphore *gate*)
       (is (equal '(200 "passed") (multiple-value-list (read-response socket)))))))
 
-(test a-client-that-does-not-read-does-not-stop-others
+(acceptor-test a-client-that-does-not-read-does-not-stop-others
   (with-server (server :carrier-count 1)
     (dolist (path '("/much" "/stream"))
       (with-client (lazy server)
@@ -214,14 +226,14 @@ connection has ended."
           (is (eql 200 status))
           (is (= *much* (length body))))))))
 
-(test a-client-that-leaves-does-not-stop-others
+(acceptor-test a-client-that-leaves-does-not-stop-others
   (with-server (server :carrier-count 1)
     (with-client (socket server)
       (send-request socket "/much"))
     (is (says-hello-p server))
     (wait-until (lambda () (= 0 (connection-count server))))))
 
-(test an-error-in-a-handler
+(acceptor-test an-error-in-a-handler
   (with-server (server :carrier-count 1)
     (with-client (socket server)
       (is (eql 500 (request socket "/fail"))))
@@ -229,7 +241,7 @@ connection has ended."
     (is (find-if (lambda (message) (search "always fails" message))
                  (acceptor-messages server)))))
 
-(test connections-have-the-bindings-of-threads
+(acceptor-test connections-have-the-bindings-of-threads
   (let ((old bt:*default-special-bindings*))
     (with-server (server)
       (unwind-protect
@@ -242,7 +254,7 @@ connection has ended."
         (setf bt:*default-special-bindings* old)))
     (is (= 0 *count*))))
 
-(test a-stack-overflow-in-a-handler
+(acceptor-test a-stack-overflow-in-a-handler
   (with-server (server :carrier-count 1)
     (with-client (socket server)
       (is (null (request socket "/overflow"))))
@@ -255,7 +267,7 @@ connection has ended."
           count (equal (multiple-value-list (request socket "/hello")) '(200 "hello"))
           do (fiber-yield))))
 
-(test many-connections-from-fibers
+(acceptor-test many-connections-from-fibers
   (with-server (server :carrier-count 2)
     (let ((clients (start-fibers nil :carrier-count 1 :name "clients")))
       (unwind-protect
@@ -269,7 +281,7 @@ connection has ended."
 
 ;;;; Starting and stopping
 
-(test server-with-large-descriptors
+(acceptor-test server-with-large-descriptors
   (let ((fillers (loop repeat 1100 collect (sb-unix:unix-dup 0))))
     (unwind-protect (with-server (server)
                       (is (says-hello-p server))
@@ -277,7 +289,7 @@ connection has ended."
                       (is (refused-p server)))
       (mapc #'sb-unix:unix-close fillers))))
 
-(test start-stop-start
+(acceptor-test start-stop-start
   (with-server (server)
     (let ((port (hunchentoot:acceptor-port server)))
       (loop repeat 3
@@ -289,7 +301,7 @@ connection has ended."
                (is (= port (hunchentoot:acceptor-port server))))
       (is (says-hello-p server)))))
 
-(test stop-ends-idle-connections
+(acceptor-test stop-ends-idle-connections
   (with-server (server)
     (with-client (used server)
       (request used "/hello")
@@ -300,7 +312,7 @@ connection has ended."
         (is (null (read-response used)))
         (is (null (read-response unused)))))))
 
-(test stop-ends-a-handler-that-sleeps
+(acceptor-test stop-ends-a-handler-that-sleeps
   (dolist (carriers '(1 2))
     (with-server (server :carrier-count carriers)
       (with-client (socket server)
@@ -313,7 +325,7 @@ connection has ended."
         (is (null (read-response socket)))
         (is (refused-p server))))))
 
-(test stop-does-not-wait-for-a-client-that-does-not-read
+(acceptor-test stop-does-not-wait-for-a-client-that-does-not-read
   (dolist (path '("/much" "/stream"))
     (with-server (server :carrier-count 1)
       (with-client (lazy server)
@@ -322,7 +334,7 @@ connection has ended."
         (hunchentoot:stop server)
         (is (= 0 (connection-count server)))))))
 
-(test soft-stop-waits-for-all-requests
+(acceptor-test soft-stop-waits-for-all-requests
   (with-server (server)
     (with-client (idle server)
       (request idle "/hello")
@@ -344,7 +356,7 @@ connection has ended."
           (is (= 0 (connection-count server)))
           (is (null (read-response idle))))))))
 
-(test a-handler-can-stop-its-server
+(acceptor-test a-handler-can-stop-its-server
   (with-server (server)
     (with-client (socket server)
       (is (equal '(200 "stopped") (multiple-value-list (request socket "/stop"))))
@@ -354,7 +366,7 @@ connection has ended."
     (hunchentoot:start server)
     (is (says-hello-p server))))
 
-(test a-fiber-can-stop-a-server
+(acceptor-test a-fiber-can-stop-a-server
   (with-server (server)
     (let ((group (start-fibers nil :carrier-count 1)))
       (unwind-protect
@@ -364,7 +376,7 @@ connection has ended."
         (finish-fibers group :abort t)))
     (is (refused-p server))))
 
-(test servers-that-share-a-group
+(acceptor-test servers-that-share-a-group
   (let ((group (start-fibers nil :carrier-count 1)))
     (unwind-protect
          (with-server (first :group group)
@@ -378,7 +390,7 @@ connection has ended."
              (is (says-hello-p first))))
       (finish-fibers group :abort t))))
 
-(test arguments-of-the-taskmaster
+(acceptor-test arguments-of-the-taskmaster
   (flet ((make (&rest initargs)
            (apply #'make-instance 'sb-fiber-hunchentoot:fiber-taskmaster initargs)))
     (signals hunchentoot:parameter-error (make :carrier-count 0))
@@ -391,7 +403,7 @@ connection has ended."
 
 (load (merge-pathnames "support/limits.lisp" *load-truename*))
 
-(test accepting-without-descriptors
+(acceptor-test accepting-without-descriptors
   (with-server (server :carrier-count 1)
     (let ((socket (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp)))
       (unwind-protect
@@ -405,7 +417,7 @@ connection has ended."
         (sb-bsd-sockets:socket-close socket)))
     (is (says-hello-p server))))
 
-(test stopping-without-descriptors
+(acceptor-test stopping-without-descriptors
   (with-server (server :carrier-count 1)
     (let ((socket (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp)))
       (unwind-protect

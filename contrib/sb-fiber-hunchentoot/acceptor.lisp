@@ -1,0 +1,164 @@
+;;;; acceptors whose connections are served by the HTTP engine
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-HUNCHENTOOT")
+
+(defclass fiber-acceptor (hunchentoot:acceptor)
+  ((max-head :initarg :max-head
+             :initform 65536
+             :reader max-head)
+   (max-body :initarg :max-body
+             :initform nil
+             :reader max-body)
+   (limits :accessor acceptor-limits))
+  (:default-initargs :request-class 'fiber-request)
+  (:documentation
+   "An acceptor that serves each connection in a fiber, and leaves to Hunchentoot only what Hunchentoot
+is asked for: requests are parsed where they lie in the buffer of the connection, what no handler
+reads of them is not computed, and a reply that is a string or octets is sent by one call. The
+initargs beside those of HUNCHENTOOT:ACCEPTOR are
+  :MAX-HEAD   how many octets the head of a request may have, 65,536 by default; a longer one is
+              answered with status 431, or 414 if it is the request line;
+  :MAX-BODY   how many octets a body may have, or NIL for any number; a longer one is answered with
+              status 413.
+The default TASKMASTER is a FIBER-TASKMASTER, and the default REQUEST-CLASS is FIBER-REQUEST. Time-outs
+are of whole heads and replies: a client that sends an octet now and then does not stay."))
+
+(defclass easy-fiber-acceptor (fiber-acceptor hunchentoot:easy-acceptor)
+  ()
+  (:documentation "A FIBER-ACCEPTOR that is an EASY-ACCEPTOR."))
+
+(defmethod initialize-instance :around ((acceptor fiber-acceptor) &rest initargs &key taskmaster)
+  (if taskmaster
+      (call-next-method)
+      (apply #'call-next-method acceptor :taskmaster (make-instance 'fiber-taskmaster) initargs)))
+
+(defmethod initialize-instance :after ((acceptor fiber-acceptor) &key)
+  (with-slots (max-head max-body limits) acceptor
+    (unless (typep max-head '(integer 256 100000000))
+      (parameter-error "MAX-HEAD must be an integer from 256 to 100,000,000, not ~S." max-head))
+    (unless (typep max-body '(or null (integer 0 #.most-positive-fixnum)))
+      (parameter-error "MAX-BODY must be a fixnum that is not negative, or NIL, not ~S." max-body))
+    (setf limits (make-limits :head max-head :line (min 8192 max-head)))))
+
+(sb-ext:define-load-time-global *server-name*
+    (format nil "Hunchentoot ~A" hunchentoot:*hunchentoot-version*))
+
+(defmethod hunchentoot::acceptor-server-name ((acceptor fiber-acceptor))
+  *server-name*)
+
+;;;; a request
+
+(defun report-error (error backtrace)
+  "Tell the client, and the log, of ERROR in a handler."
+  (when hunchentoot:*log-lisp-errors-p*
+    (hunchentoot:log-message* hunchentoot:*lisp-errors-log-level* "~A~@[~%~A~]" error
+                              (and hunchentoot:*log-lisp-backtraces-p* backtrace)))
+  (hunchentoot::start-output
+   hunchentoot:+http-internal-server-error+
+   (hunchentoot:acceptor-status-message hunchentoot:*acceptor*
+                                        hunchentoot:+http-internal-server-error+
+                                        :error (princ-to-string error)
+                                        :backtrace (princ-to-string backtrace))))
+
+(defun send-contents (acceptor request reply contents)
+  "Send what a handler has returned, or the page for its status."
+  (let ((contents (or contents
+                      (hunchentoot:acceptor-status-message acceptor
+                                                           (hunchentoot:return-code reply)))))
+    (if (and (simple-reply-p reply request contents) (simple-fields-p reply))
+        (send-simple-reply acceptor request reply contents hunchentoot::*hunchentoot-stream*)
+        (hunchentoot::start-output (hunchentoot:return-code reply) contents))))
+
+(defun reply-to-request (acceptor request)
+  (multiple-value-bind (contents error backtrace)
+      (when (eql (hunchentoot:return-code hunchentoot:*reply*) hunchentoot:+http-ok+)
+        (catch 'hunchentoot::handler-done
+          (hunchentoot:handle-request acceptor request)))
+    (when error (report-error error backtrace))
+    (unless hunchentoot::*headers-sent*
+      (handler-case
+          (hunchentoot::with-debugger
+            (send-contents acceptor request hunchentoot:*reply* contents))
+        ((or timed-out connection-lost) (condition) (error condition))
+        (error (condition) (report-error condition nil))))))
+
+(defun delete-temporary-files ()
+  (dolist (path hunchentoot::*tmp-files*)
+    (when (and (pathnamep path) (probe-file path))
+      (hunchentoot::ignore-errors* (delete-file path)))))
+
+(defmethod hunchentoot:process-request ((request fiber-request))
+  (catch 'hunchentoot::request-processed
+    (let ((hunchentoot::*tmp-files* '())
+          (hunchentoot::*headers-sent* nil)
+          (hunchentoot:*request* request))
+      (unwind-protect
+           (hunchentoot::with-mapped-conditions ()
+             (reply-to-request hunchentoot:*acceptor* request))
+        (delete-temporary-files)))))
+
+;;;; a connection
+
+(defun serve-request (acceptor socket head stream)
+  "Serve the request with HEAD. Return true if the client may send another."
+  (let ((hunchentoot::*finish-processing-socket* t)
+        (hunchentoot:*reply* (make-instance (hunchentoot:acceptor-reply-class acceptor)))
+        (hunchentoot:*session* nil)
+        (hunchentoot::*hunchentoot-stream* stream))
+    (if (and (head-upgrade-p head) (null (head-content-length head)) (not (head-chunked-p head)))
+        (begin-body stream nil head)
+        (begin-body stream (make-decoder head (or (max-body acceptor) (ash most-positive-fixnum -3)))
+                    head))
+    (hunchentoot::with-acceptor-request-count-incremented (acceptor)
+      (hunchentoot:process-request (make-request acceptor socket head stream)))
+    (end-output stream)
+    (and (not hunchentoot::*finish-processing-socket*)
+         (decoder stream)
+         (skip-body stream))))
+
+(defun end-output (stream)
+  (setf (chunga:chunked-stream-output-chunking-p stream) nil)
+  (finish-output stream))
+
+(defun refuse-request (acceptor connection condition)
+  "Tell the client what was wrong, and the log."
+  (hunchentoot:acceptor-log-message acceptor :warning "~A" condition)
+  (send-reply connection (bad-request-status condition) '(("Content-Type" . "text/plain"))
+              (string-octets (format nil "~A~%" (bad-request-reason condition)))
+              :keep-alive-p nil
+              :deadline (deadline-after (hunchentoot:acceptor-write-timeout acceptor))))
+
+(defun serve-requests (acceptor socket connection stream)
+  (let ((timeout (hunchentoot:acceptor-read-timeout acceptor)))
+    (handler-case
+        (loop until (hunchentoot::acceptor-shutdown-p acceptor)
+              do (let ((head (receive-head connection (deadline-after timeout) timeout)))
+                   (unless (and head (serve-request acceptor socket head stream))
+                     (return))))
+      ((or timed-out connection-lost) ()) ; as for stock acceptors, not worth a message
+      (bad-request (condition) (refuse-request acceptor connection condition)))))
+
+(defun close-quietly (stream)
+  (hunchentoot::ignore-errors* (finish-output stream))
+  (hunchentoot::ignore-errors* (close stream :abort t)))
+
+(defmethod hunchentoot:process-connection ((acceptor fiber-acceptor) socket)
+  (if (hunchentoot:acceptor-ssl-p acceptor)
+      (call-next-method)
+      (let* ((hunchentoot::*close-hunchentoot-stream* t)
+             (socket-stream (hunchentoot::make-socket-stream socket acceptor))
+             (connection (make-connection (sb-sys:fd-stream-fd socket-stream)
+                                          :limits (acceptor-limits acceptor)))
+             (stream (make-instance 'client-stream
+                                    :real-stream socket-stream :connection connection
+                                    :timeout (hunchentoot:acceptor-read-timeout acceptor))))
+        (unwind-protect (serve-requests acceptor socket connection stream)
+          (when hunchentoot::*close-hunchentoot-stream*
+            (close-quietly socket-stream))))))
