@@ -109,9 +109,9 @@ could split the reply in two."
   "Return the reason phrase of STATUS, a string, which is empty if none is known."
   (or (cdr (assoc status *reasons*)) ""))
 
-(defun status-line (status)
-  (string-octets (format nil "HTTP/1.1 ~D ~A~C~C" status (reason-phrase status)
-                         #\Return #\Newline)))
+(defun status-line (status &optional (phrase (reason-phrase status)))
+  "Return the line with STATUS and PHRASE, octets, CR LF included."
+  (string-octets (format nil "HTTP/1.1 ~D ~A~C~C" status phrase #\Return #\Newline)))
 
 (sb-ext:define-load-time-global *status-lines*
     (let ((lines (make-array 600 :initial-element nil)))

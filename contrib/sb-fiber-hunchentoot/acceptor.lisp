@@ -17,7 +17,8 @@
              :initform nil
              :reader max-body)
    (limits :accessor acceptor-limits))
-  (:default-initargs :request-class 'fiber-request)
+  (:default-initargs :request-class 'fiber-request
+                     :taskmaster (make-instance 'fiber-taskmaster))
   (:documentation
    "An acceptor that serves each connection in a fiber, and leaves to Hunchentoot only what Hunchentoot
 is asked for: requests are parsed where they lie in the buffer of the connection, what no handler
@@ -34,11 +35,6 @@ are of whole heads and replies: a client that sends an octet now and then does n
   ()
   (:documentation "A FIBER-ACCEPTOR that is an EASY-ACCEPTOR."))
 
-(defmethod initialize-instance :around ((acceptor fiber-acceptor) &rest initargs &key taskmaster)
-  (if taskmaster
-      (call-next-method)
-      (apply #'call-next-method acceptor :taskmaster (make-instance 'fiber-taskmaster) initargs)))
-
 (defmethod initialize-instance :after ((acceptor fiber-acceptor) &key)
   (with-slots (max-head max-body limits) acceptor
     (unless (typep max-head '(integer 256 100000000))
@@ -54,6 +50,17 @@ are of whole heads and replies: a client that sends an octet now and then does n
   *server-name*)
 
 ;;;; a request
+
+(defun refuse-body (condition)
+  "Tell the client that the body which a handler wanted is none, or too large."
+  (let ((status (bad-request-status condition)))
+    (hunchentoot:log-message* :warning "~A" condition)
+    (setf (hunchentoot:header-out :connection) "close"
+          ;; or START-OUTPUT would read it
+          (slot-value hunchentoot:*request* 'hunchentoot:raw-post-data) t)
+    (hunchentoot::start-output status
+                               (hunchentoot:acceptor-status-message hunchentoot:*acceptor* status))
+    (setf hunchentoot::*finish-processing-socket* t)))
 
 (defun report-error (error backtrace)
   "Tell the client, and the log, of ERROR in a handler."
@@ -81,7 +88,10 @@ are of whole heads and replies: a client that sends an octet now and then does n
       (when (eql (hunchentoot:return-code hunchentoot:*reply*) hunchentoot:+http-ok+)
         (catch 'hunchentoot::handler-done
           (hunchentoot:handle-request acceptor request)))
-    (when error (report-error error backtrace))
+    (typecase error
+      (null)
+      (bad-request (refuse-body error))
+      (t (report-error error backtrace)))
     (unless hunchentoot::*headers-sent*
       (handler-case
           (hunchentoot::with-debugger

@@ -106,8 +106,18 @@
     (set-connection-fields acceptor request keep-alive-p)
     (set-server-field acceptor)))
 
+(sb-ext:define-load-time-global *status-lines* (make-array 600 :initial-element nil))
+(declaim (type (simple-vector 600) *status-lines*))
+
+(defun put-status (output status)
+  "Put the status line with Hunchentoot's own reason phrase."
+  (let ((line (or (aref *status-lines* status)
+                  (setf (aref *status-lines* status)
+                        (status-line status (hunchentoot:reason-phrase status))))))
+    (put-octets output line 0 (length (the octets line)))))
+
 (defun put-reply-head (output reply length)
-  (put-status-line output (hunchentoot:return-code reply))
+  (put-status output (hunchentoot:return-code reply))
   (put-date output)
   (put-fields output reply)
   (put-constant output "Content-Length: ")
