@@ -1,11 +1,12 @@
 #!/bin/sh
-# Compare Hunchentoot on fibers with Hunchentoot on a thread for each
-# connection, by the hello world of run.sh and wrk. Prints a line for each kind
-# of server and number of connections, with the medians of all rounds, and one
-# for each number with the ratio of fibers to threads:
+# Compare Hunchentoot on fibers, with its own acceptors and with those of
+# sb-fiber-hunchentoot (fast), with Hunchentoot on a thread for each connection,
+# by the hello world of run.sh and wrk. Prints a line for each kind of server
+# and number of connections, with the medians of all rounds, and one for each
+# with the ratio to threads:
 #
 #   RESULT http sbcl-fiber mode=fibers c=10 rps=... p99_ms=... errors=... rss_mb=...
-#   RESULT http-ratio sbcl-fiber c=10 rps=... p99=...
+#   RESULT http-ratio sbcl-fiber mode=fibers c=10 rps=... p99=...
 #
 # usage: tests/bench/compare-http.sh [ROUNDS [SECONDS]]    default: 3 rounds, 10 s
 #
@@ -14,6 +15,7 @@
 #
 # environment:
 #   CONNECTIONS   default: 10 100 1000 10000
+#   KINDS         default: fibers fast threads
 #   PORT          default: 4299
 #   P, SBCL       as for run.sh
 
@@ -96,16 +98,19 @@ report() {
         END {
             line()
             if (mrps["threads"] && mp99["threads"])
-                printf "RESULT http-ratio sbcl-fiber c=%d rps=%.2f p99=%.2f\n",
-                    c, mrps["fibers"] / mrps["threads"], mp99["fibers"] / mp99["threads"]
+                for (mode in mrps)
+                    if (mode != "threads")
+                        printf "RESULT http-ratio sbcl-fiber mode=%s c=%d rps=%.2f p99=%.2f\n",
+                            mode, c, mrps[mode] / mrps["threads"], mp99[mode] / mp99["threads"]
         }'
 }
 
 for connections in ${CONNECTIONS:-10 100 1000 10000}; do
     round=0
     while [ $round -lt "$rounds" ]; do
-        measure fibers "$connections"
-        measure threads "$connections"
+        for kind in ${KINDS:-fibers fast threads}; do
+            measure "$kind" "$connections"
+        done
         round=$((round + 1))
     done
     report "$connections"

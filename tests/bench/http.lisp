@@ -8,21 +8,27 @@
 ;;;; more information.
 
 (require :asdf)
-(asdf:load-asd (merge-pathnames "../../contrib/sb-fiber-hunchentoot/sb-fiber-hunchentoot.asd"
-                                *load-truename*))
+(dolist (name '("sb-fiber-http" "sb-fiber-hunchentoot"))
+  (asdf:load-asd (merge-pathnames (format nil "../../contrib/~A/~:*~A.asd" name)
+                                  *load-truename*)))
 (handler-bind ((warning #'muffle-warning))
   (let ((*standard-output* (make-broadcast-stream)))
     ;; An image without fibers can serve from threads.
     (asdf:load-system #+sb-fiber "sb-fiber-hunchentoot" #-sb-fiber "hunchentoot")))
 
 (defun make-taskmaster (kind carriers)
-  (cond ((string= kind "fibers")
+  (cond ((or (string= kind "fibers") (string= kind "fast"))
          (make-instance (uiop:find-symbol* "FIBER-TASKMASTER" "SB-FIBER-HUNCHENTOOT")
                         :carrier-count carriers))
         ((string= kind "threads")
          (make-instance 'hunchentoot:one-thread-per-connection-taskmaster
                         :max-thread-count 20000 :max-accept-count 40000))
-        (t (error "~S is neither fibers nor threads." kind))))
+        (t (error "~S is none of fibers, fast and threads." kind))))
+
+(defun acceptor-class (kind)
+  (if (string= kind "fast")
+      (uiop:find-symbol* "EASY-FIBER-ACCEPTOR" "SB-FIBER-HUNCHENTOOT")
+      'hunchentoot:easy-acceptor))
 
 (hunchentoot:define-easy-handler (hello :uri "/") ()
   (setf (hunchentoot:content-type*) "text/plain")
@@ -30,7 +36,7 @@
 
 (defun start-server (port kind carriers)
   (hunchentoot:start
-   (make-instance 'hunchentoot:easy-acceptor
+   (make-instance (acceptor-class kind)
                   :address "127.0.0.1" :port port
                   :listen-backlog 4096
                   :access-log-destination nil :message-log-destination nil

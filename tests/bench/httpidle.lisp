@@ -57,8 +57,8 @@
 (unless (equal "client" (second sb-ext:*posix-argv*))
   (load (merge-pathnames "http.lisp" *load-truename*)))
 
-(defun bench-httpidle (n)
-  (let ((acceptor (start-server *port* "fibers" *carriers*)))
+(defun bench-httpidle (n &optional (kind "fibers"))
+  (let ((acceptor (start-server *port* kind *carriers*)))
     (call-with-clients 100 #'list)      ; what is made once
     (sleep 1)
     (sb-ext:gc :full t)
@@ -68,9 +68,9 @@
        (lambda ()
          (sb-ext:gc :full t)
          (flet ((each (after before) (round (- after before) n)))
-           (format t "RESULT httpidle sbcl-fiber p=~D n=~D bytes_per_connection=~D heap_bytes=~D ~
+           (format t "RESULT httpidle sbcl-fiber mode=~A p=~D n=~D bytes_per_connection=~D heap_bytes=~D ~
                       page_table_bytes=~D~%"
-                   *carriers* n (each (resident-bytes) resident)
+                   kind *carriers* n (each (resident-bytes) resident)
                    (each (sb-kernel:dynamic-usage) heap)
                    (each (page-table-bytes) tables))))))
     (stop-server acceptor)))

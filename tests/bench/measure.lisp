@@ -36,6 +36,8 @@
 (defun resident-bytes () (* 1024 (proc-field "status" "VmRSS")))
 (defun page-table-bytes () (* 1024 (proc-field "status" "VmPTE")))
 
-(defun main (name &rest numbers)
+(defun main (name &rest arguments)
   (let ((bench (find-symbol (format nil "BENCH-~:@(~A~)" name) "SB-FIBER-BENCH")))
-    (apply bench (mapcar #'parse-integer numbers))))
+    (apply bench (mapcar (lambda (argument)
+                           (or (ignore-errors (parse-integer argument)) argument))
+                         arguments))))

@@ -21,11 +21,13 @@
 #                         full collection
 #   burst N               N fibers that have been 100 kB deep: the resident set
 #                         before they were made and after they have ended
-#   httpidle N            N connections to Hunchentoot that have had an answer,
-#                         and wait: growth of the resident set, the heap and the
+#   httpidle N [KIND]     N connections to Hunchentoot that have had an answer,
+#                         and wait, KIND as for http: growth of the resident set, the heap and the
 #                         page tables for each
-#   http PORT fibers|threads [CARRIERS]
-#                         hello world with Hunchentoot on 127.0.0.1, until killed
+#   http PORT fibers|fast|threads [CARRIERS]
+#                         hello world with Hunchentoot on 127.0.0.1, until killed:
+#                         a stock acceptor in fibers, EASY-FIBER-ACCEPTOR, a stock
+#                         acceptor in threads
 #
 # first_ns and first_ms are of the first round of the process, ns and ms the
 # median of the five after it.
