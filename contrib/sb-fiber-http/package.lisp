@@ -7,6 +7,9 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
+#-sb-fiber
+(error "SB-FIBER-HTTP needs an SBCL with fibers, and this one has none.")
+
 (defpackage "SB-FIBER-HTTP"
   (:documentation "HTTP/1.1 over octet buffers, for servers whose connections are fibers.")
   (:use "COMMON-LISP")

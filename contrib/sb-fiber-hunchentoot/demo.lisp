@@ -13,7 +13,8 @@
 ;;;; more information.
 
 (require :asdf)
-(asdf:load-asd (merge-pathnames "sb-fiber-hunchentoot.asd" *load-truename*))
+(dolist (file '("../sb-fiber-http/sb-fiber-http.asd" "sb-fiber-hunchentoot.asd"))
+  (asdf:load-asd (merge-pathnames file *load-truename*)))
 (handler-bind ((warning #'muffle-warning))
   (let ((*standard-output* (make-broadcast-stream)))
     (asdf:load-system "sb-fiber-hunchentoot")))
@@ -23,7 +24,7 @@
   "Hello, World!")
 
 (defvar *server*
-  (make-instance 'hunchentoot:easy-acceptor
+  (make-instance 'sb-fiber-hunchentoot:easy-fiber-acceptor
                  :address "127.0.0.1"
                  :port 4242
                  ;; Clients that come at once wait here; the usual 50 would turn some away.

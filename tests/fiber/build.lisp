@@ -98,7 +98,8 @@
   (is (installed-p prefix "share/doc/sbcl/README" "SBCL WITH FIBERS"))
   (is (installed-p prefix "share/doc/sbcl/NEWS.fibers" "native fibers"))
   (is (installed-p prefix "share/man/man1/sbcl.1" "fiber"))
-  (is (probe-file (concatenate 'string prefix "lib/sbcl/systems/sb-fiber-ssl.asd"))))
+  (dolist (system '("sb-fiber-http" "sb-fiber-hunchentoot" "sb-fiber-ssl"))
+    (is (probe-file (format nil "~Alib/sbcl/systems/~A.asd" prefix system)))))
 
 (defun manual-missing-p (output)
   (search "The manual was NOT installed" output))

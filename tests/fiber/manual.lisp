@@ -10,7 +10,7 @@
 (in-package "SB-FIBER-TESTS")
 
 (load (merge-pathnames "support/descriptors.lisp" *load-truename*))
-(dolist (system '("sb-fiber-hunchentoot" "sb-fiber-ssl"))
+(dolist (system '("sb-fiber-http" "sb-fiber-hunchentoot" "sb-fiber-ssl"))
   (asdf:load-asd (merge-pathnames (format nil "../../contrib/~A/~:*~A.asd" system)
                                   *load-truename*)))
 
@@ -258,16 +258,23 @@
 
 ;;;; Other systems
 
-(example hunchentoot "hunchentoot:easy-acceptor"
+(defun check-server (text variable)
+  "Run TEXT, which starts a server, the value of VARIABLE, and ask it for something."
   (let ((server nil) (port (free-port)))
     (run-text (replaced "4242" (format nil "~D :address \"127.0.0.1\"" port) text))
-    (setf server (symbol-value (find-symbol "*SERVER*" *example-package*)))
+    (setf server (symbol-value (find-symbol variable *example-package*)))
     (unwind-protect
          (usocket:with-client-socket (socket stream "127.0.0.1" port)
            (format stream "GET / HTTP/1.0~C~C~:*~:*~C~C" #\Return #\Newline)
            (finish-output stream)
            (is (eql 0 (search "HTTP/1.1 " (read-line stream)))))
       (uiop:symbol-call "HUNCHENTOOT" "STOP" server))))
+
+(example hunchentoot "hunchentoot:easy-acceptor"
+  (check-server text "*SERVER*"))
+
+(example fast-hunchentoot "hunchentoot:easy-fiber-acceptor"
+  (check-server text "*FAST-SERVER*"))
 
 (example ssl "\"sb-fiber-ssl\""
   (if (asdf:find-system "cl+ssl" nil)

@@ -37,7 +37,8 @@
 ;;;;   mixture         all of this in random compositions
 ;;;;   interleaving-*  all orders of the steps of a few threads, see support/explore.lisp;
 ;;;;                   interleaving tests the explorer
-;;;;   hunchentoot     sb-fiber-hunchentoot
+;;;;   http-*          sb-fiber-http
+;;;;   hunchentoot     sb-fiber-hunchentoot, its taskmaster; hunchentoot-acceptor, its acceptors
 ;;;;   ssl             sb-fiber-ssl
 ;;;;   build           what a build promises about itself, and an installation
 ;;;;   docstrings      what is documented, in the image and in the manual
