@@ -213,3 +213,18 @@ BAD-REQUEST. The octets are to be used before the next call."
                    ((= errno sb-unix:ewouldblock) (await connection :output deadline))
                    ((= errno sb-unix:eintr))
                    (t (error 'connection-lost :errno errno))))))
+
+;;;; closing
+
+(defun linger (connection seconds)
+  "Send no more to the client of CONNECTION, and drop what it still sends for SECONDS at most. If a
+connection is closed with something unread the kernel resets it, and the client may lose the reply."
+  (sb-alien:alien-funcall (sb-alien:extern-alien "shutdown" (function sb-alien:int sb-alien:int
+                                                                      sb-alien:int))
+                          (connection-fd connection) 1)
+  (setf (connection-kept connection) 0)
+  (handler-case
+      (loop with deadline = (deadline-after seconds)
+            do (setf (connection-start connection) (connection-end connection))
+            while (receive connection deadline))
+    ((or timed-out connection-lost) ())))

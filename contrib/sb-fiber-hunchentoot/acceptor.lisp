@@ -145,15 +145,24 @@ are of whole heads and replies: a client that sends an octet now and then does n
               :keep-alive-p nil
               :deadline (deadline-after (hunchentoot:acceptor-write-timeout acceptor))))
 
+(defconstant +linger-seconds+ 2)
+
 (defun serve-requests (acceptor socket connection stream)
   (let ((timeout (hunchentoot:acceptor-read-timeout acceptor)))
     (handler-case
         (loop until (hunchentoot::acceptor-shutdown-p acceptor)
               do (let ((head (receive-head connection (deadline-after timeout) timeout)))
                    (unless (and head (serve-request acceptor socket head stream))
+                     (when (and (body-left-p stream) hunchentoot::*close-hunchentoot-stream*)
+                       (linger connection +linger-seconds+))
                      (return))))
       ((or timed-out connection-lost) ()) ; as for stock acceptors, not worth a message
-      (bad-request (condition) (refuse-request acceptor connection condition)))))
+      (bad-request (condition)
+        (handler-case (refuse-request acceptor connection condition)
+          ((or timed-out connection-lost) ())
+          (:no-error (&rest values)
+            (declare (ignore values))
+            (linger connection +linger-seconds+)))))))
 
 (defun close-quietly (stream)
   (hunchentoot::ignore-errors* (finish-output stream))

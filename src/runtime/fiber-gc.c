@@ -300,6 +300,14 @@ static void find_skippable()
 
 static inline uint64_t eight(unsigned char* bytes) { return *(uint64_t*)bytes; }
 
+/* Is every eight of 64 states SKIPPED, and none of them marked? */
+static inline bool all_skipped(unsigned char* states, unsigned char* marked, uint64_t skipped)
+{
+    uint64_t other = 0;
+    for (int i = 0; i < 64; i += 8) other |= (eight(states + i) ^ skipped) | eight(marked + i);
+    return !other;
+}
+
 static inline bool to_be_scanned(struct fiber_arena* a, uint32_t i)
 {
     int state = a->state[i];
@@ -331,6 +339,8 @@ static void scan_arena(struct fiber_arena* a, struct visitors* v)
     unsigned char* marked = a->positions ? a->marked : unmarked;
     uint64_t skipped = 0;         // eight states that were found to be skippable last
     for (uint32_t i = 0; i < a->n_carved; i += 8) {
+        while (i + 64 <= a->n_carved && all_skipped(a->state + i, marked + i, skipped)) i += 64;
+        if (i >= a->n_carved) break;
         uint64_t states = eight(a->state + i);
         if (states == skipped && !eight(marked + i)) continue;
         for (uint32_t k = i; k < i + 8 && k < a->n_carved; ++k)

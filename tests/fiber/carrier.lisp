@@ -149,3 +149,20 @@
           (mapc #'fiber-unpark fibers)
           (is (equal (loop for i below 20 collect i) (join-all fibers)))
           (is (every #'sb-thread:thread-alive-p threads)))))))
+
+;;;; Memory
+
+;;; Prevents: stacks that keep their memory as long as the group that has run their fibers; carriers
+;;; that give it back while there is something to run.
+(test idle-carriers-give-memory-back
+  (trim-stacks)
+  (with-cached-stack-bytes (1000000)
+    (with-group (group 2)
+      (let ((before (bytes-of "VmRSS:"))
+            (fibers (loop repeat 6000 collect (spawn (group) (fiber-park) t))))
+        (is-true (wait-until (every (lambda (fiber) (eq :parked (fiber-state fiber))) fibers)))
+        (is (> (- (bytes-of "VmRSS:") before) 30000000))
+        (mapc #'fiber-unpark fibers)
+        (is (all-true-p (join-all fibers)))
+        (is-true (wait-until (= 0 sb-fiber::*surplus-notes*)))
+        (is (< (- (bytes-of "VmRSS:") before) 20000000))))))

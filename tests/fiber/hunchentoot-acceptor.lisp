@@ -370,6 +370,18 @@
          (is (null (read-byte stream nil)))))
      port)))
 
+;;; Prevents: a reply that the client loses, since the connection is reset when it is closed.
+(test bodies-that-nobody-reads
+  (with-acceptor (port 'engine-acceptor :taskmaster (fibers 1) :max-body 3000000)
+    (flet ((reply (length)
+             (reply-of port (closing-request "PUT" "/ignores-the-body" "1.1"
+                                             (list (format nil "Content-Length: ~D" length))
+                                             (make-array length :element-type '(unsigned-byte 8)
+                                                                :initial-element 65)))))
+      (is (equal "ignored" (third (reply 1000))))
+      (is (equal "ignored" (third (reply 2000000))))
+      (is (eql 413 (status-of (first (reply 4000000))))))))
+
 ;;; Prevents: a request that is another's when it is looked at later.
 (defvar *kept-request*)
 

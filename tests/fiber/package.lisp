@@ -301,6 +301,19 @@ ended; and a fiber that one of them waits for."
      (unwind-protect (progn ,@body)
        (sb-int:unencapsulate ,function 'test))))
 
+(defun bytes-of (field)
+  "What FIELD, a string such as VmRSS:, of the process's status tells, in bytes."
+  (with-open-file (in "/proc/self/status")
+    (loop for line = (read-line in)
+          when (eql 0 (search field line))
+            return (* 1024 (parse-integer line :start (length field) :junk-allowed t)))))
+
+(defmacro with-cached-stack-bytes ((bytes) &body body)
+  `(let ((usual *cached-stack-bytes*))
+     (setf *cached-stack-bytes* ,bytes)
+     (unwind-protect (progn ,@body)
+       (setf *cached-stack-bytes* usual))))
+
 (defun heap-count (group)
   (loop for scheduler across (sb-fiber::fiber-group-schedulers group)
         sum (sb-fiber::deadline-heap-count (sb-fiber::scheduler-deadlines scheduler))))

@@ -180,12 +180,6 @@ again."
   (is (equal '(0 0 0 0 0 0) (use-stack-again #'trim-stacks)))
   (is (equal '(77 77 77 77 77 77) (use-stack-again (lambda ())))))
 
-(defun bytes-of (field)
-  (with-open-file (in "/proc/self/status")
-    (loop for line = (read-line in)
-          when (eql 0 (search field line))
-            return (* 1024 (parse-integer line :start (length field) :junk-allowed t)))))
-
 ;;; Prevents: page tables that stay, and memory that stays because the mean is not measured.
 (test memory-of-many-stacks-comes-back
   (trim-stacks)
@@ -202,12 +196,6 @@ again."
       (setf after (bytes))
       (loop for b in before for m in between for a in after
             do (is (< (- a b) (/ (- m b) 10)) "~D before, ~D with stacks, ~D after" b m a)))))
-
-(defmacro with-cached-stack-bytes ((bytes) &body body)
-  `(let ((usual *cached-stack-bytes*))
-     (setf *cached-stack-bytes* ,bytes)
-     (unwind-protect (progn ,@body)
-       (setf *cached-stack-bytes* usual))))
 
 ;;; Prevents: a limit that nobody looks at.
 (test stacks-beyond-the-limit-are-trimmed

@@ -54,6 +54,7 @@
       (let ((fiber (search-for-work scheduler)))
         (cond (fiber (run-on-carrier carrier fiber))
               ((eq (fiber-group-state (carrier-group carrier)) :stopped) (return))
+              ((trim-surplus))
               (t (sleep-in-poller carrier scheduler)))))
     (run-pending-handlers carrier)))
 

@@ -173,12 +173,37 @@ asked for what is more than *CACHED-STACK-BYTES*, and when a group is finished."
   (trim-stacks-to 0)
   (values))
 
+;;; It takes longer to give a stack's memory back than to end its fiber. So carriers do so when they
+;;; have nothing to run, a run of stacks at a time; and if they always have something, one run for so
+;;; many notes, each of which comes when some dozen stacks have been freed.
+(defconstant +surplus-notes-per-run+ 128)
+
+(declaim (type (unsigned-byte 61) *surplus-notes*))
+(define-load-time-global *surplus-notes* 0) ; 0 if free stacks do not have too much, as far as is known
+
+(defun note-surplus ()
+  "Free stacks have more than *CACHED-STACK-BYTES*. With interrupts off."
+  (let ((notes (logand (1+ *surplus-notes*) most-positive-fixnum)))
+    (setf *surplus-notes* notes)
+    (when (= 0 (rem notes +surplus-notes-per-run+))
+      (trim-one-run *cached-stack-bytes*))
+    nil))
+
+;;; What is noted between the last run and the assignment is noted again by the next to free a stack,
+;;; or is less than is worth while.
+(defun trim-surplus ()
+  "Let a run of free stacks give its memory back, if there are too many. Return false if not. With
+interrupts off."
+  (and (/= 0 *surplus-notes*)
+       (or (trim-one-run *cached-stack-bytes*)
+           (progn (setf *surplus-notes* 0) nil))))
+
 (declaim (ftype (sfunction ((unsigned-byte 24)) null) put-stack-back))
 (defun put-stack-back (index)
   (when (/= 0 (with-stacks-lock
                 (alien-funcall (extern-alien "fiber_stack_put_back" (function int int unsigned))
                                index *cached-stack-bytes*)))
-    (trim-stacks-to *cached-stack-bytes*)))
+    (note-surplus)))
 
 (defun reserve-stack (size)
   "The index of a stack of SIZE bytes that no other fiber can get, or NIL."
