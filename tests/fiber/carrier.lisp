@@ -159,7 +159,7 @@
   (with-cached-stack-bytes (1000000)
     (with-group (group 2)
       (let ((before (bytes-of "VmRSS:"))
-            (fibers (loop repeat 6000 collect (spawn (group) (fiber-park) t))))
+            (fibers (loop repeat 10000 collect (spawn (group) (fiber-park) t))))
         (is-true (wait-until (every (lambda (fiber) (eq :parked (fiber-state fiber))) fibers)))
         (is (> (- (bytes-of "VmRSS:") before) 30000000))
         (mapc #'fiber-unpark fibers)
