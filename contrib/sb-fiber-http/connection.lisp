@@ -178,8 +178,8 @@ TIMED-OUT, CONNECTION-LOST and BAD-REQUEST. The head is used until the next call
             (connection-kept connection) end))))
 
 (defun receive-body (connection decoder deadline)
-  "Receive some octets of the body that DECODER decodes. Return the vector that they are in, start and
-end; start and end are equal when the body has ended. Signals TIMED-OUT, CONNECTION-LOST and
+  "Receive some octets of the body that DECODER decodes. Return the vector that they are in, start
+and end; start and end are equal when the body has ended. Signals TIMED-OUT, CONNECTION-LOST and
 BAD-REQUEST. The octets are to be used before the next call."
   (loop
     (when (connection-input connection)

@@ -121,8 +121,8 @@ The connection must be closed: where the next message begins is not known."))
   (octets-string (head-octets head) (place-of-field head n 2) (place-of-field head n 3)))
 
 (defun head-field (head name &optional (from 0))
-  "Return the number, from FROM on, of the first field of HEAD that is called NAME, a string in lower
-case; or NIL."
+  "Return the number, from FROM on, of the first field of HEAD that is called NAME, a string in
+lower case; or NIL."
   (declare (type index from))
   (let ((name (coerce name 'simple-base-string)))
     (loop for n from from below (head-field-count head)

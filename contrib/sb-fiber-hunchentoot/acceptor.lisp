@@ -20,16 +20,17 @@
   (:default-initargs :request-class 'fiber-request
                      :taskmaster (make-instance 'fiber-taskmaster))
   (:documentation
-   "An acceptor that serves each connection in a fiber, and leaves to Hunchentoot only what Hunchentoot
-is asked for: requests are parsed where they lie in the buffer of the connection, what no handler
-reads of them is not computed, and a reply that is a string or octets is sent by one call. The
-initargs beside those of HUNCHENTOOT:ACCEPTOR are
+   "An acceptor that serves each connection in a fiber, and leaves to Hunchentoot only what it is
+asked for: requests are parsed where they lie in the buffer of the connection, what no handler reads
+of them is not computed, and a reply that is a string or octets is sent by one call. The initargs
+beside those of HUNCHENTOOT:ACCEPTOR are
   :MAX-HEAD   how many octets the head of a request may have, 65,536 by default; a longer one is
               answered with status 431, or 414 if it is the request line;
   :MAX-BODY   how many octets a body may have, or NIL for any number; a longer one is answered with
               status 413.
-The default TASKMASTER is a FIBER-TASKMASTER, and the default REQUEST-CLASS is FIBER-REQUEST. Time-outs
-are of whole heads and replies: a client that sends an octet now and then does not stay."))
+The default TASKMASTER is a FIBER-TASKMASTER, and the default REQUEST-CLASS is FIBER-REQUEST.
+Time-outs are of whole heads and replies: a client that sends an octet now and then does not
+stay."))
 
 (defclass easy-fiber-acceptor (fiber-acceptor hunchentoot:easy-acceptor)
   ()
@@ -124,7 +125,8 @@ are of whole heads and replies: a client that sends an octet now and then does n
         (hunchentoot::*hunchentoot-stream* stream))
     (if (and (head-upgrade-p head) (null (head-content-length head)) (not (head-chunked-p head)))
         (begin-body stream nil head)
-        (begin-body stream (make-decoder head (or (max-body acceptor) (ash most-positive-fixnum -3)))
+        (begin-body stream
+                    (make-decoder head (or (max-body acceptor) (ash most-positive-fixnum -3)))
                     head))
     (hunchentoot::with-acceptor-request-count-incremented (acceptor)
       (hunchentoot:process-request (make-request acceptor socket head stream)))

@@ -9,8 +9,8 @@
 
 (in-package "SB-FIBER-HUNCHENTOOT")
 
-;;; Nearly all handlers return what is to be sent, and the reply of Hunchentoot's own class says how.
-;;; Head and body are then put together and sent in one go. All else is done by Hunchentoot's
+;;; Nearly all handlers return what is to be sent, and the reply of Hunchentoot's own class says
+;;; how. Head and body are then put together and sent in one go. All else is done by Hunchentoot's
 ;;; START-OUTPUT: chunks, replies to HEAD, classes and log streams of users, sessions in URLs.
 
 (defun simple-reply-p (reply request contents)

@@ -60,7 +60,8 @@
   (let ((line (load-time-value
                (string-octets (format nil "HTTP/1.1 100 Continue~C~C~:*~:*~C~C" #\Return #\Newline))
                t)))
-    (send-octets (client-connection stream) line 0 (length line) (deadline-after (timeout stream)))))
+    (send-octets (client-connection stream) line 0 (length line)
+                 (deadline-after (timeout stream)))))
 
 (defun fill-input (stream)
   "Receive some octets for STREAM. Return false at the end of the body."
@@ -101,8 +102,8 @@
 (defconstant +most-skipped-octets+ 262144)
 
 (defun skip-body (stream)
-  "Receive what the handler has not read of the body. Return false if that is too much, or the client
-was not told to send it."
+  "Receive what the handler has not read of the body. Return false if that is too much, or the
+client was not told to send it."
   (loop repeat (ceiling +most-skipped-octets+ 1024)
         while (body-left-p stream)
         do (when (continue-p stream) (return))

@@ -60,8 +60,8 @@ void fiber_carrier_begin(struct fiber_carrier* c)
     th->carrier_context = fc;
 }
 
-/* Note which signals this carrier has blocked while no handler runs, and none is deferred, which may
- * be the case now: of those that can be, the timer's, which is for other threads. */
+/* Note which signals this carrier has blocked while no handler runs, and none is deferred, which
+ * may be the case now: of those that can be, the timer's, which is for other threads. */
 void fiber_carrier_note_mask()
 {
     sigset_t* mask = &fiber_this_carrier()->signal_mask;

@@ -25,10 +25,11 @@
 /*
  * A fiber that has been deep and waits for long, such as one that serves an idle connection, holds
  * pages on which nothing is alive: the control stack below its stack pointer, and the alien stack
- * likewise. The collector gives them back when it has found the stack not to have run in two visits.
- * It visits so many stacks in a collection, and gives those of so many back: one that comes to life
- * needs new pages, and many may do so between two collections. A collection of an older generation,
- * which takes longer and comes seldom, visits more, and does not wait for a second visit.
+ * likewise. The collector gives them back when it has found the stack not to have run in two
+ * visits. It visits so many stacks in a collection, and gives those of so many back: one that comes
+ * to life needs new pages, and many may do so between two collections. A collection of an older
+ * generation, which takes longer and comes seldom, visits more, and does not wait for a second
+ * visit.
  *
  * What is true when nobody is inside: idle[i] of an arena tells in how many visits slot i was OLD
  * since it was scanned having run; DONE if its pages have been given back since.

@@ -181,8 +181,8 @@ static void divert(os_context_t* context, lispobj function)
     if (here < sp && here > sp - SIGNAL_ROOM)
         *os_context_register_addr(context, reg_SP) =
             (os_context_register_t)ALIGN_DOWN((uword_t)here - KIB, 16);
-    // A handler that has them blocked unblocks them when it is left, whether one is deferred by then
-    // or not: none must be.
+    // A handler that has them blocked unblocks them when it is left, whether one is deferred by
+    // then or not: none must be.
     if (read_TLS(INTERRUPTS_ENABLED, get_sb_vm_thread()) != NIL)
         unblock_signals_in_context_and_maybe_warn(context);
     arrange_return_to_lisp_function(context, function);
@@ -214,7 +214,8 @@ static void make_control_room(struct fiber_context* fc, char* sp)
 {
     struct guards* g = guards_of(fc);
     int room = g->open[CONTROL] + handler_steps(CONTROL), most = most_steps(CONTROL);
-    if (sp >= steps_start(fc, CONTROL, 0, g->open[CONTROL]) + KIB || g->open[CONTROL] >= most) return;
+    if (sp >= steps_start(fc, CONTROL, 0, g->open[CONTROL]) + KIB || g->open[CONTROL] >= most)
+        return;
     fiber_open_steps(fc, CONTROL, room < most ? room : most);
     g->notified |= 1 << CONTROL;
     g->cut_off = 1;
@@ -326,10 +327,10 @@ static int exhausted_side_stack(struct fiber_context* fc)
     return CONTROL;
 }
 
-/* Foreign code that was lent some steps has returned, or called back. A fiber that is as near to its
- * end as the last of a recursion is notified, or else each call would open some steps more, which
- * are then missing for the handlers. Where interrupts are off, that may cut a wake-up off, unless
- * they were when the steps were lent. */
+/* Foreign code that was lent some steps has returned, or called back. A fiber that is as near to
+ * its end as the last of a recursion is notified, or else each call would open some steps more,
+ * which are then missing for the handlers. Where interrupts are off, that may cut a wake-up off,
+ * unless they were when the steps were lent. */
 static void settle_lent(struct thread* th, struct fiber_context* fc, os_context_t* context)
 {
     struct guards* g = guards_of(fc);
@@ -500,9 +501,9 @@ bool fiber_overflow_pending(struct thread* th)
 }
 
 /* Where the stack pointer of a fiber is that has overflowed silently, and is not to go on. With
- * interrupts off it may be in a park or a wake-up, of which the end of a switch is a part, and which
- * must not be cut off; but these make sure of their room before. A call is no switch; and where
- * each call traps, the traps open the reserve ahead of the fiber. */
+ * interrupts off it may be in a park or a wake-up, of which the end of a switch is a part, and
+ * which must not be cut off; but these make sure of their room before. A call is no switch; and
+ * where each call traps, the traps open the reserve ahead of the fiber. */
 static char* must_be_notified_below(struct thread* th, struct fiber_context* fc, char* sp,
                                     bool trapped)
 {
@@ -513,8 +514,8 @@ static char* must_be_notified_below(struct thread* th, struct fiber_context* fc,
 
 /* The last thing that a trap for pending interrupts does. See the head of
  * assembly/x86-64/fiber.lisp for the first case; the second is an overflow of which the
- * fiber could not be notified before, or one in foreign code. An overflow by a collection alone does
- * not count, which needs more stack than what comes next may need. */
+ * fiber could not be notified before, or one in foreign code. An overflow by a collection alone
+ * does not count, which needs more stack than what comes next may need. */
 void fiber_settle_pending(struct thread* th, os_context_t* context)
 {
     bool trapped = fiber_trapped_after_call(th);

@@ -122,8 +122,8 @@ void fiber_route_signal(int signal, struct sigaction* action)
     action->sa_flags |= SA_ONSTACK;
 }
 
-/* Called by a thread of C that has called Lisp, with signals blocked. Its alternate stack is in what
- * is about to be another thread's memory, or no memory. */
+/* Called by a thread of C that has called Lisp, with signals blocked. Its alternate stack is in
+ * what is about to be another thread's memory, or no memory. */
 void fiber_leave_alternate_stack()
 {
     stack_t none = { .ss_flags = SS_DISABLE };

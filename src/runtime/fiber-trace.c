@@ -33,21 +33,22 @@ visit_words(struct fiber_context* fc, void* arg)
     extern void visit_context_registers(fiber_root_visitor*, os_context_t*, void*);
     struct words* w = arg;
     for (uword_t i = 0; i < fc->signal_context_count; ++i)
-        visit_context_registers(w->visit_register, (os_context_t*)(&fc->signal_context_0)[i], w->arg);
+        visit_context_registers(w->visit_register, (os_context_t*)(&fc->signal_context_0)[i],
+                                w->arg);
     for (lispobj* p = fc->control_stack_pointer; p < fc->control_stack_end; ++p)
         w->visit(*p, w->arg);
 }
 
-/* Call VISIT with each word on a suspended control stack and ARG, and VISIT_REGISTER with those in a
- * signal context there. */
+/* Call VISIT with each word on a suspended control stack and ARG, and VISIT_REGISTER with those in
+ * a signal context there. */
 void fiber_trace_words(fiber_root_visitor* visit, fiber_root_visitor* visit_register, void* arg)
 {
     struct words w = { visit, visit_register, arg };
     fiber_each_suspended(visit_words, &w);
 }
 
-/* The return address of the frame that ADDRESS is in, or 0. FRAME and those above it, up to END, are
- * a frame pointer, and above that the address to return to. */
+/* The return address of the frame that ADDRESS is in, or 0. FRAME and those above it, up to END,
+ * are a frame pointer, and above that the address to return to. */
 static char* NO_SANITIZE_ADDRESS NO_SANITIZE_MEMORY
 return_address_of_frame(lispobj* frame, lispobj* end, lispobj* address)
 {
@@ -83,12 +84,14 @@ search_control_stack(struct fiber_context* fc, void* arg)
 
 /* The context of a suspended control stack of which some word REFERS, which is called with each and
  * with ARG, or 0. *PC is an address in the function whose frame has it. */
-struct fiber_context* fiber_trace_control_stack(bool (*refers)(lispobj, void*), void* arg, char** pc)
+struct fiber_context* fiber_trace_control_stack(bool (*refers)(lispobj, void*), void* arg,
+                                                char** pc)
 {
     struct search s = { refers, arg };
     fiber_each_suspended(search_control_stack, &s);
     struct fiber_context* fc = s.owner; // the switch leaves a frame pointer at its stack pointer
-    if (fc) *pc = return_address_of_frame(fc->control_stack_pointer, fc->control_stack_end, s.where);
+    if (fc)
+        *pc = return_address_of_frame(fc->control_stack_pointer, fc->control_stack_end, s.where);
     return fc;
 }
 
@@ -125,8 +128,8 @@ struct fiber_context* fiber_trace_bindings(bool (*refers)(lispobj, void*), void*
     return s.owner;
 }
 
-/* ROOT is a context, or a thread; if that runs a fiber, the fiber's context is meant, as long as the
- * world is stopped. */
+/* ROOT is a context, or a thread; if that runs a fiber, the fiber's context is meant, as long as
+ * the world is stopped. */
 void* fiber_trace_owner(void* root)
 {
     struct thread* th;
@@ -146,8 +149,8 @@ os_context_t* fiber_trace_context(struct thread* th)
     return &nothing;
 }
 
-/* The return address of the frame that ADDRESS, on the stack of TH, is in, or 0. C may use the frame
- * pointer for something else. */
+/* The return address of the frame that ADDRESS, on the stack of TH, is in, or 0. C may use the
+ * frame pointer for something else. */
 char* fiber_trace_pc(struct thread* th, lispobj* address)
 {
     os_context_t* context = fiber_trace_context(th);

@@ -68,8 +68,8 @@
        (lambda ()
          (sb-ext:gc :full t)
          (flet ((each (after before) (round (- after before) n)))
-           (format t "RESULT httpidle sbcl-fiber mode=~A p=~D n=~D bytes_per_connection=~D heap_bytes=~D ~
-                      page_table_bytes=~D~%"
+           (format t "RESULT httpidle sbcl-fiber mode=~A p=~D n=~D bytes_per_connection=~D ~
+                      heap_bytes=~D page_table_bytes=~D~%"
                    kind *carriers* n (each (resident-bytes) resident)
                    (each (sb-kernel:dynamic-usage) heap)
                    (each (page-table-bytes) tables))))))

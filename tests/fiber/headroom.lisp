@@ -50,8 +50,8 @@
         (sb-unix:unix-close reader)
         (sb-unix:unix-close writer)))))
 
-;;; Prevents: a fiber that waits in pages that something else has opened silently, and is notified in
-;;; the midst of the wait.
+;;; Prevents: a fiber that waits in pages that something else has opened silently, and is notified
+;;; in the midst of the wait.
 (test no-wait-in-a-reserve-that-was-opened-silently
   (flet ((exhausted-at-p (distance)
            (call-at-distance distance
@@ -128,8 +128,8 @@
         (setf (flag-value stop) nil)))
     (is (plusp (flag-count woken)))))
 
-;;; Prevents: a waiter that nobody wakes, since it was the wake-up that was cut off, and that is in a
-;;; cleanup form.
+;;; Prevents: a waiter that nobody wakes, since it was the wake-up that was cut off, and that is in
+;;; a cleanup form.
 (test mutexes-released-at-the-end-of-the-stack
   (with-group (group 1)
     (let ((lost '()))

@@ -22,8 +22,8 @@
 
 (defun decoded (octets &key (ends (list (length octets))) (most 1000)
                             (field "Transfer-Encoding: chunked"))
-  "The body that OCTETS begin with, as a string, and how many octets it has taken; or the status with
-which it is refused; or NIL if it has no end. The octets are received up to ENDS."
+  "The body that OCTETS begin with, as a string, and how many octets it has taken; or the status
+with which it is refused; or NIL if it has no end. The octets are received up to ENDS."
   (handler-case
       (let ((decoder (sb-fiber-http:make-decoder (head-with field) most))
             (start 0) (body ""))
@@ -59,7 +59,8 @@ which it is refused; or NIL if it has no end. The octets are received up to ENDS
   (is (null (decoded (message "5" "Hello" "0")))))
 
 (test chunks-that-are-refused
-  (loop for (status . lines) in '((400 "") (400 "g" "x") (400 "-1" "x") (400 "+1" "x") (400 "0x1" "x")
+  (loop for (status . lines) in '((400 "") (400 "g" "x") (400 "-1" "x") (400 "+1" "x")
+                                  (400 "0x1" "x")
                                   (400 " 1" "x") (400 "1 " "x") (400 "1 1" "x") (400 "1,;" "x")
                                   (400 "1" "xy" "0" "") (400 "2" "x" "0" "")
                                   (413 "3e9" "x") (413 "1000000000000" "x"))

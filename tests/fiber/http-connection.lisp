@@ -78,7 +78,8 @@ values, and what SERVE has returned."
   (let* ((status (read-message-line stream))
          (fields (loop for line = (read-message-line stream)
                        until (string= line "") collect line))
-         (n (let ((field (find-if (lambda (field) (eql 0 (search "Content-Length: " field))) fields)))
+         (n (let ((field (find-if (lambda (field) (eql 0 (search "Content-Length: " field)))
+                                  fields)))
               (if field (parse-integer field :start 16) 0)))
          (body (make-array (if head-only-p 0 n) :element-type '(unsigned-byte 8))))
     (read-sequence body stream)
@@ -142,7 +143,8 @@ values, and what SERVE has returned."
 
 (test large-heads
   (with-client (stream)
-    (let ((head (request "/" (format nil "Cookie: ~A" (octets-string (octets-of-size 60000) 0 60000)))))
+    (let ((head (request "/" (format nil "Cookie: ~A"
+                                     (octets-string (octets-of-size 60000) 0 60000)))))
       (is (equal "/ " (progn (apply #'send-parts stream
                                     (loop for i from 0 below (length head) by 9000
                                           collect (subseq head i (min (length head) (+ i 9000)))))
@@ -224,7 +226,8 @@ values, and what SERVE has returned."
 
 (defun replied (&rest arguments)
   "The reply that SEND-REPLY sends, called with ARGUMENTS after the connection, as by READ-REPLY."
-  (values (with-client (stream :serve (lambda (connection) (apply #'send-reply connection arguments)))
+  (values (with-client (stream :serve (lambda (connection)
+                                        (apply #'send-reply connection arguments)))
             (read-reply stream :head-only-p (getf (nthcdr 3 arguments) :head-only-p)))))
 
 (test what-a-reply-says
@@ -242,29 +245,28 @@ values, and what SERVE has returned."
 (test replies-of-all-sizes
   (loop for size in '(0 1 9 10 8000 8192 16384 16385 1000000)
         for body = (octets-of-size size)
-        do (is (equal (octets-string body 0 size) (third (replied 200 '() body))) "~D octets" size)))
+        do (is (equal (octets-string body 0 size) (third (replied 200 '() body)))
+               "~D octets" size)))
 
 ;;; Prevents: a reply that is split in two by who has chosen a field.
 (test characters-that-fields-must-not-have
   (loop for (name . value) in `(("X" . ,(format nil "a~%b")) ("X" . ,(format nil "a~Cb" #\Return))
                                 ("X" . ,(format nil "~C" (code-char 0))) ("X Y" . "a") ("X:" . "a")
                                 ("X" . ,(format nil "~C" (code-char 8364))))
-        do (is (eq :refused
-                   (nth-value 1 (with-client (stream :serve (lambda (connection)
-                                                              (handler-case
-                                                                  (send-reply connection 200
-                                                                              (list (cons name value))
-                                                                              (string-octets ""))
-                                                                (error () :refused))))
-                                  1)))
-               "~S" value)))
+        do (flet ((serve (connection)
+                    (handler-case
+                        (send-reply connection 200 (list (cons name value)) (string-octets ""))
+                      (error () :refused))))
+             (is (eq :refused (nth-value 1 (with-client (stream :serve #'serve) 1)))
+                 "~S" value))))
 
 (defun octets-string-of (octets)
   (octets-string octets 0 (length octets)))
 
 (test dates
-  (flet ((date (&rest time) (octets-string-of (sb-fiber-http::date-field
-                                               (apply #'encode-universal-time (append time '(0)))))))
+  (flet ((date (&rest time)
+           (octets-string-of (sb-fiber-http::date-field (apply #'encode-universal-time
+                                                               (append time '(0)))))))
     (is (string= (format nil "Date: Sun, 06 Nov 1994 08:49:37 GMT~C~C" #\Return #\Newline)
                  (date 37 49 8 6 11 1994)))
     (is (string= (format nil "Date: Thu, 29 Feb 2024 00:00:00 GMT~C~C" #\Return #\Newline)

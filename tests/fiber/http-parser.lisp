@@ -68,7 +68,8 @@ is refused; or NIL if its head has no end."
   (is-true (kept-alive-p "GET / HTTP/1.0" "Connection: Keep-Alive"))
   (is (null (kept-alive-p "GET / HTTP/1.0")))
   (is (null (kept-alive-p "GET / HTTP/1.1" "Host: x" "Connection: CLOSE")))
-  (is (null (kept-alive-p "GET / HTTP/1.1" "Host: x" "Connection: keep-alive" "Connection: a ,close")))
+  (is (null (kept-alive-p "GET / HTTP/1.1" "Host: x" "Connection: keep-alive"
+                          "Connection: a ,close")))
   (is (null (kept-alive-p "GET / HTTP/1.0" "Connection: keep-alive, close"))))
 
 (test expectations

@@ -48,8 +48,8 @@
         (fiber-unpark other)
         (is (eq :alive (join other)))))))
 
-;;; Prevents: a fiber that was told to do something, and sleeps on, since the thread that told it was
-;;; unwound before it woke the fiber.
+;;; Prevents: a fiber that was told to do something, and sleeps on, since the thread that told it
+;;; was unwound before it woke the fiber.
 (test unwound-while-waking
   (flet ((unwound-in (function &rest arguments)
            "How a thread ends that calls ARGUMENTS, and is terminated when that calls FUNCTION."

@@ -104,8 +104,8 @@
                  (is (< (usual-number) (length fibers)))
                  (is-true (end-all fibers)))))))
 
-;;; Budgets are computed anew each second, and others want more then. Prevents: a stack that is refused just then, though free
-;;; ones could do without their mappings.
+;;; Budgets are computed anew each second, and others want more then. Prevents: a stack that is
+;;; refused just then, though free ones could do without their mappings.
 (test at-the-wall-for-a-while
   (if-the-limit-is-usual
     (with-group (group 2)

@@ -196,8 +196,8 @@
       (is (eq t (first results)))
       (is (eq :exhausted (first (last results)))))))
 
-;;; Prevents: the end of the process, since each overflow is in a critical section, and nothing looks
-;;; at it afterwards.
+;;; Prevents: the end of the process, since each overflow is in a critical section, and nothing
+;;; looks at it afterwards.
 (test with-interrupts-off
   (on-carriers (n :counts '(1 2))
     (dolist (way (cons (cons 'sb-kernel::control-stack-exhausted

@@ -205,8 +205,8 @@ it, and is handled by HANDLER."
         (setf stop t)
         (is (all-true-p (join-all fibers)))))))
 
-;;; A signal is deferred, and blocks others; then an error traps, whose handler enables interrupts and
-;;; parks. Prevents: other fibers of the carrier that are not interrupted.
+;;; A signal is deferred, and blocks others; then an error traps, whose handler enables interrupts
+;;; and parks. Prevents: other fibers of the carrier that are not interrupted.
 (test parked-in-a-handler-with-signals-blocked-below
   (with-group (group 1)
     (let* ((parked (make-flag)) (release (make-flag)) (interrupted (make-flag))

@@ -154,8 +154,8 @@ Return how often, or where the signal was lost."
                         (lambda () (sb-alien:extern-alien "sb_sprof_trace_ct" sb-alien:int))))
              '(integer 100))))
 
-;;; Prevents: a signal that comes while another is deferred, since the stack ended in a handler: then
-;;; the process ends.
+;;; Prevents: a signal that comes while another is deferred, since the stack ended in a handler:
+;;; then the process ends.
 (test storms-of-interruptions-at-the-end-of-the-stack
   (with-group (group 1)
     (let* ((stop (make-flag)) (called (make-flag))

@@ -74,8 +74,8 @@
                      'endless-report))
           (is (= 3 (join (spawn (group) (+ 1 2))))))))))
 
-;;; The function that has no more stack has perhaps not stored its arguments. Prevents: a report that
-;;; takes for an object what lies there, which ends the process in the next collection.
+;;; The function that has no more stack has perhaps not stored its arguments. Prevents: a report
+;;; that takes for an object what lies there, which ends the process in the next collection.
 (test reports-of-overflows-under-collections
   (call-while-collecting
    (lambda ()

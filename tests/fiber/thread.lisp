@@ -30,8 +30,8 @@
     (is (equal (loop for i below 20 collect i)
                (in-fibers n 20 (lambda (i) (join-thread (make-thread (lambda () i)))))))))
 
-;;; Prevents: a fiber that has been given the lock and waits for a turn behind fibers that are stuck,
-;;; while the monitor waits for the lock to make a spare.
+;;; Prevents: a fiber that has been given the lock and waits for a turn behind fibers that are
+;;; stuck, while the monitor waits for the lock to make a spare.
 (test a-fiber-that-waits-to-make-a-thread-keeps-its-carrier
   (on-carriers (n)
     (with-group (group n)
@@ -115,8 +115,8 @@
                 (finish-output)
                 (sb-ext:exit :code 0 :abort t))))))
 
-;;; Prevents: SAVE-LISP-AND-DIE that finds out too late that there is another thread; EXIT that cannot
-;;; end it.
+;;; Prevents: SAVE-LISP-AND-DIE that finds out too late that there is another thread; EXIT that
+;;; cannot end it.
 (test a-thread-that-warns-is-like-those-of-users
   (let* ((go-on (make-flag))
          (thread (sb-fiber::call-in-thread (lambda () (loop until (flag-value go-on)

@@ -339,8 +339,8 @@ waiting, and does not answer others."
          (is (find t results :key #'first))
          (is (every #'null (mapcar #'second results))))))))
 
-;;; Prevents: a timer that is not scheduled again, since the deadline of the fiber that it interrupts
-;;; comes while others have the lock.
+;;; Prevents: a timer that is not scheduled again, since the deadline of the fiber that it
+;;; interrupts comes while others have the lock.
 (test repeating-timers-and-deadlines
   (let ((ticks (make-flag)) (held (make-flag)) (wanted (make-flag)))
     (let ((holder (make-thread

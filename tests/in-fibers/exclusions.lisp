@@ -22,7 +22,7 @@
         ("threads.impure" "(THREADS MORE-TRIVIA)" ("all-1" "all-2" "all-16")
          "Fibers are neither in LIST-ALL-THREADS nor in SB-THREAD::*ALL-THREADS*.")
         ("threads.pure" "OS-THREAD-NAME" t
-         "A fiber has no directory in /proc/self/task; threads of tests before end while it lists those.")
+         "A fiber has no directory in /proc/self/task, and other threads end while it lists it.")
         ("threads-2.impure" "FP-MODE-INHERITANCE-THREADS" ("all-1" "all-2" "all-16")
          "A fiber begins with the floating point modes of its carrier, not of its maker.")
         ("threads.impure"

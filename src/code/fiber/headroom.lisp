@@ -47,11 +47,11 @@ has the room to wait in that."
 
 ;;;; wake-ups
 
-;;; A wake-up that is cut off by the end of the stack leaves a fiber that is in no queue, or a poller
-;;; that is thought to be awake. So whatever changes state and then wakes lets the stack overflow
-;;; before that; what it calls needs less. Where the state has been changed by the caller, a fiber
-;;; uses the reserve of its stack, which overflows silently where the collector is held off; but only
-;;; if nothing of it is open, or a recursion would use it up so. A thread has none.
+;;; A wake-up that is cut off by the end of the stack leaves a fiber that is in no queue, or a
+;;; poller that is thought to be awake. So whatever changes state and then wakes lets the stack
+;;; overflow before that; what it calls needs less. Where the state has been changed by the caller,
+;;; a fiber uses the reserve of its stack, which overflows silently where the collector is held off;
+;;; but only if nothing of it is open, or a recursion would use it up so. A thread has none.
 ;;; Below its guard page a thread has met that, and it is open. Above, the page must be met with the
 ;;; stack pointer in it: there is the return guard, which puts it up again at once.
 (declaim (ftype (sfunction (index) (values)) ensure-room-of-thread))

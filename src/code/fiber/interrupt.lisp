@@ -126,8 +126,8 @@ there."
 ;;;; callbacks
 
 ;;; A deadline would end a wait in a callback by unwinding, and would unwind foreign code with it.
-;;; A stack that has ended in foreign code ends here, or else a recursion through callbacks would end
-;;; in foreign code for good.
+;;; A stack that has ended in foreign code ends here, or else a recursion through callbacks would
+;;; end in foreign code for good.
 (defun deadline-in-callback ()
   "The deadline of what is called back: none of a fiber that has called foreign code."
   (see-deferred-signals)

@@ -251,8 +251,8 @@ of it."
     (and fiber (eq (fiber-carrier fiber) carrier) fiber)))
 
 ;;; A warning is printed by a thread of its own: the stream's lock may belong to the fiber that is
-;;; stuck, and that of the pool to one that waits behind it. While the last one waits for the lock no
-;;; other is begun for the same carrier. An error is signalled in the fiber, where that can be
+;;; stuck, and that of the pool to one that waits behind it. While the last one waits for the lock
+;;; no other is begun for the same carrier. An error is signalled in the fiber, where that can be
 ;;; interrupted.
 (defun report-stuck (carrier epoch period)
   (let* ((action *blocked-carrier-action*)

@@ -90,8 +90,8 @@ need as many threads as there are of them. A global variable: it can be set and 
 
 ;;;; the queue; all of this with the lock held
 
-;;; Prevents: a fiber that is unwound, by its deadline or as its stack ends, and leaves an entry that
-;;; the semaphore does not count, or a thread that the pool does not know.
+;;; Prevents: a fiber that is unwound, by its deadline or as its stack ends, and leaves an entry
+;;; that the semaphore does not count, or a thread that the pool does not know.
 (defmacro with-whole-pool (&body body)
   `(progn (ensure-waking-room 6144)
           (with-native-waits ,@body)))

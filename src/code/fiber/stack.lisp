@@ -174,12 +174,12 @@ asked for what is more than *CACHED-STACK-BYTES*, and when a group is finished."
   (values))
 
 ;;; It takes longer to give a stack's memory back than to end its fiber. So carriers do so when they
-;;; have nothing to run, a run of stacks at a time; and if they always have something, one run for so
-;;; many notes, each of which comes when some dozen stacks have been freed.
+;;; have nothing to run, a run of stacks at a time; and if they always have something, one run for
+;;; so many notes, each of which comes when some dozen stacks have been freed.
 (defconstant +surplus-notes-per-run+ 128)
 
 (declaim (type (unsigned-byte 61) *surplus-notes*))
-(define-load-time-global *surplus-notes* 0) ; 0 if free stacks do not have too much, as far as is known
+(define-load-time-global *surplus-notes* 0) ; 0 if they do not have too much, as far as is known
 
 (defun note-surplus ()
   "Free stacks have more than *CACHED-STACK-BYTES*. With interrupts off."
@@ -189,8 +189,8 @@ asked for what is more than *CACHED-STACK-BYTES*, and when a group is finished."
       (trim-one-run *cached-stack-bytes*))
     nil))
 
-;;; What is noted between the last run and the assignment is noted again by the next to free a stack,
-;;; or is less than is worth while.
+;;; What is noted between the last run and the assignment is noted again by the next to free a
+;;; stack, or is less than is worth while.
 (defun trim-surplus ()
   "Let a run of free stacks give its memory back, if there are too many. Return false if not. With
 interrupts off."

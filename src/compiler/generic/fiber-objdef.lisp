@@ -62,7 +62,7 @@
   ;; next in the list of free stacks
   (next-free :c-type "struct fiber_context *" :pointer t))
 
-;;; The values of the byte at STATE-CELL, as in runtime/fiber.h; there are others, which belong to the
-;;; collector alone. The states and who makes which move: runtime/fiber-arena.c.
+;;; The values of the byte at STATE-CELL, as in runtime/fiber.h; there are others, which belong to
+;;; the collector alone. The states and who makes which move: runtime/fiber-arena.c.
 (defconstant fiber-stack-free 0)
 (defconstant fiber-stack-active 1)

@@ -101,7 +101,8 @@
 returns."
   (declare (optimize (speed 1) (debug 1)))
   (let ((n (- (stack-pointer) (funcall end) distance)))
-    (cond ((> n 2000) (multiple-value-prog1 (call-at-distance distance function end) (stack-pointer)))
+    (cond ((> n 2000)
+           (multiple-value-prog1 (call-at-distance distance function end) (stack-pointer)))
           ((<= n 250) (funcall function))
           (t (let ((filler (make-array (- n 200) :element-type '(unsigned-byte 8))))
                (declare (dynamic-extent filler) (optimize (safety 0) (debug 0)))
