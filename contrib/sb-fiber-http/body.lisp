@@ -19,11 +19,12 @@
 ;;;     :CHUNK-END  CR LF                          -> :SIZE
 ;;;     :TRAILER    a line                         -> :DONE if it is empty
 ;;;     :DONE       the next message
+;;;     :FAILED     nobody knows what          <- all but :DONE, when BAD-REQUEST is signalled
 ;;;
 ;;; DECODE makes all moves. Extensions of chunks and trailers are passed over, as most servers do:
 ;;; nobody is known to need them, and merged into the head they would be a way around its checks.
 
-(deftype decoder-state () '(member :length :size :chunk :chunk-end :trailer :done))
+(deftype decoder-state () '(member :length :size :chunk :chunk-end :trailer :done :failed))
 
 (defstruct (decoder (:constructor %make-decoder (state remaining most)) (:copier nil))
   "What is known of a body that is being received."
@@ -47,6 +48,10 @@ has more."
 (defun decoder-done-p (decoder)
   "Has all of the body been decoded?"
   (eq (decoder-state decoder) :done))
+
+(defun decoder-failed-p (decoder)
+  "Has DECODE signalled BAD-REQUEST?"
+  (eq (decoder-state decoder) :failed))
 
 (defun refuse-body (most)
   (refuse 413 "The body has more than ~D octets." most))
@@ -120,13 +125,21 @@ END."
 the body are, as start and end, which are equal if there are none; and up to where OCTETS have been
 used. When DECODER is not done and none are found, more must be received. Signals BAD-REQUEST."
   (declare (type octets octets) (type index start end))
+  (handler-bind ((bad-request (lambda (condition)
+                                (declare (ignore condition))
+                                (setf (decoder-state decoder) :failed))))
+    (decode-some decoder octets start end)))
+
+(defun decode-some (decoder octets start end)
+  (declare (type octets octets) (type index start end))
   (loop
     (case (decoder-state decoder)
       ((:length :chunk)
        (let ((body-end (+ start (min (- end start) (decoder-remaining decoder)))))
          (when (> body-end start) (take-octets decoder (- body-end start)))
          (return (values start body-end body-end))))
-      (:done (return (values start start start))))
+      (:done (return (values start start start)))
+      (:failed (refuse 400 "The body was refused before.")))
     (when (eq (decoder-state decoder) :chunk-end) (check-chunk-end octets start end))
     (let ((line-end (line-end octets start end)))
       (unless line-end (return (values start start start)))

@@ -113,7 +113,9 @@ if that is nothing."
          (kept (connection-kept connection)))
     (cond ((null buffer) (move-input connection (take-buffer) 0))
           ((< end (length buffer)))
-          ((< kept start) (move-input connection buffer kept))
+          ;; Not for the sake of some octets, or each call would receive but these.
+          ((>= (- (length buffer) kept (- end start)) (ash +buffer-size+ -1))
+           (move-input connection buffer kept))
           (t (setf (connection-kept connection) 0)
              (move-input connection
                          (make-array (max +buffer-size+ (* 2 (- end start)))
@@ -201,6 +203,11 @@ BAD-REQUEST. The octets are to be used before the next call."
         (values (connection-input connection) start (connection-end connection)))))
   (values (head-octets (connection-head connection)) 0 0))
 
+(defun input-waiting-p (connection)
+  "Can something, or the end, be received of CONNECTION without asking the kernel?"
+  (or (< (connection-start connection) (connection-end connection))
+      (connection-eof-p connection)))
+
 ;;;; sending
 
 (defun send-octets (connection octets start end deadline)
@@ -226,5 +233,5 @@ connection is closed with something unread the kernel resets it, and the client 
   (handler-case
       (loop with deadline = (deadline-after seconds)
             do (setf (connection-start connection) (connection-end connection))
-            while (receive connection deadline))
+            while (and (< (get-internal-real-time) deadline) (receive connection deadline)))
     ((or timed-out connection-lost) ())))

@@ -150,11 +150,10 @@ true, when there are more. OCTETS must not change as long as HEAD is used. Signa
   (declare (type octets octets) (type index start end))
   (unless again (begin-head head octets start))
   (skip-empty-lines head end)
-  (check-lengths head (min end (+ (head-start head) (limits-head limits) 1)) limits)
   (let ((head-end (find-head-end head end)))
+    (check-lengths head (or head-end end) limits) ; a body may have come with it
     (when head-end
       (let ((lf (position-of-lf octets (head-start head) head-end)))
-        (check-lengths head head-end limits)
         (parse-request-line head (1- lf))
         (parse-fields head (1+ lf) (- head-end 2) limits)
         (check-framing head)

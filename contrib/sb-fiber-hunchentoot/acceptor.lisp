@@ -84,6 +84,12 @@ stay."))
         (send-simple-reply acceptor request reply contents hunchentoot::*hunchentoot-stream*)
         (hunchentoot::start-output (hunchentoot:return-code reply) contents))))
 
+;;; If the head was sent the client waits for what it has announced.
+(defun report-late-error (condition)
+  (let ((sent-p hunchentoot::*headers-sent*))
+    (report-error condition nil)
+    (when sent-p (setf hunchentoot::*finish-processing-socket* t))))
+
 (defun reply-to-request (acceptor request)
   (multiple-value-bind (contents error backtrace)
       (when (eql (hunchentoot:return-code hunchentoot:*reply*) hunchentoot:+http-ok+)
@@ -92,13 +98,14 @@ stay."))
     (typecase error
       (null)
       (bad-request (refuse-body error))
+      ((or timed-out connection-lost) (error error)) ; the body did not come
       (t (report-error error backtrace)))
     (unless hunchentoot::*headers-sent*
       (handler-case
           (hunchentoot::with-debugger
             (send-contents acceptor request hunchentoot:*reply* contents))
         ((or timed-out connection-lost) (condition) (error condition))
-        (error (condition) (report-error condition nil))))))
+        (error (condition) (report-late-error condition))))))
 
 (defun delete-temporary-files ()
   (dolist (path hunchentoot::*tmp-files*)
@@ -126,7 +133,8 @@ stay."))
     (if (and (head-upgrade-p head) (null (head-content-length head)) (not (head-chunked-p head)))
         (begin-body stream nil head)
         (begin-body stream
-                    (make-decoder head (or (max-body acceptor) (ash most-positive-fixnum -3)))
+                    (make-decoder head (min (or (max-body acceptor) most-positive-fixnum)
+                                            (ash most-positive-fixnum -3)))
                     head))
     (hunchentoot::with-acceptor-request-count-incremented (acceptor)
       (hunchentoot:process-request (make-request acceptor socket head stream)))
@@ -155,7 +163,8 @@ stay."))
         (loop until (hunchentoot::acceptor-shutdown-p acceptor)
               do (let ((head (receive-head connection (deadline-after timeout) timeout)))
                    (unless (and head (serve-request acceptor socket head stream))
-                     (when (and (body-left-p stream) hunchentoot::*close-hunchentoot-stream*)
+                     (when (and hunchentoot::*close-hunchentoot-stream*
+                                (or (body-left-p stream) (null (decoder stream))))
                        (linger connection +linger-seconds+))
                      (return))))
       ((or timed-out connection-lost) ()) ; as for stock acceptors, not worth a message

@@ -63,7 +63,11 @@
 
 (defun simple-value-p (value)
   (or (null value) (integerp value)
-      (and (stringp value) (not (find #\Newline value)) (not (find #\Return value)))))
+      (and (stringp value)
+           (every (lambda (character)
+                    (and (< (char-code character) 256)
+                         (sb-fiber-http::value-octet-p (char-code character))))
+                  value))))
 
 (defun simple-fields-p (reply)
   "Has REPLY only fields that can be put as they are?"
@@ -94,6 +98,8 @@
 
 (defun keep-alive-p (acceptor request)
   (and (hunchentoot:acceptor-persistent-connections-p acceptor)
+       ;; What follows a request to upgrade may be anything.
+       (decoder hunchentoot::*hunchentoot-stream*)
        (head-keep-alive-p (request-head request))))
 
 (defun set-fields (acceptor request reply contents format)

@@ -93,7 +93,8 @@
   (with-slots (start end) stream
     (or (< start end)
         (and (or (null (decoder stream)) (body-left-p stream))
-             (listen (chunga:chunked-stream-stream stream))))))
+             (or (input-waiting-p (client-connection stream))
+                 (listen (chunga:chunked-stream-stream stream)))))))
 
 (defmethod trivial-gray-streams:stream-clear-input ((stream client-stream))
   (setf (slot-value stream 'start) (slot-value stream 'end))
@@ -105,7 +106,8 @@
   "Receive what the handler has not read of the body. Return false if that is too much, or the
 client was not told to send it."
   (loop repeat (ceiling +most-skipped-octets+ 1024)
-        while (body-left-p stream)
-        do (when (continue-p stream) (return))
-           (fill-input stream))
+        while (and (body-left-p stream) (not (decoder-failed-p (decoder stream)))
+                   (not (continue-p stream)))
+        do (handler-case (fill-input stream)
+             (bad-request ())))         ; the reply has been sent
   (not (body-left-p stream)))

@@ -502,14 +502,12 @@ bool fiber_overflow_pending(struct thread* th)
 
 /* Where the stack pointer of a fiber is that has overflowed silently, and is not to go on. With
  * interrupts off it may be in a park or a wake-up, of which the end of a switch is a part, and
- * which must not be cut off; but these make sure of their room before. A call is no switch; and
- * where each call traps, the traps open the reserve ahead of the fiber. */
-static char* must_be_notified_below(struct thread* th, struct fiber_context* fc, char* sp,
-                                    bool trapped)
+ * which must not be cut off; but these make sure of their room before. */
+static char* must_be_notified_below(struct thread* th, struct fiber_context* fc, char* sp)
 {
     char* base = control_base(fc);
-    if (read_TLS(INTERRUPTS_ENABLED, th) != NIL) return base + NEAR_THE_END;
-    return base - steps_granted(fc, sp) * STEP_SIZE - (trapped ? 0 : NEAR_THE_END);
+    return read_TLS(INTERRUPTS_ENABLED, th) != NIL ? base + NEAR_THE_END
+        : base - steps_granted(fc, sp) * STEP_SIZE - NEAR_THE_END;
 }
 
 /* The last thing that a trap for pending interrupts does. See the head of
@@ -533,7 +531,7 @@ void fiber_settle_pending(struct thread* th, os_context_t* context)
         trap_until_left(th, fc);
     if (!guards_of(fc)->pending) return;
     if (in_critical_section(th, context)) fiber_trap_after_call(th);
-    else if (context_sp(context) < must_be_notified_below(th, fc, context_sp(context), trapped))
+    else if (context_sp(context) < must_be_notified_below(th, fc, context_sp(context)))
         notify(th, fc, context, CONTROL, guards_of(fc)->open[CONTROL]);
 }
 

@@ -70,6 +70,19 @@ with which it is refused; or NIL if it has no end. The octets are received up to
   (is (eql 413 (decoded (message "5" "Hello" "6" "Hello!" "0" "") :most 10)))
   (is (equal '("HelloHello!" 26) (decoded (message "5" "Hello" "6" "Hello!" "0" "") :most 11))))
 
+;;; Prevents: a body that was refused being taken up in the middle.
+(test refused-for-good
+  (let ((decoder (make-decoder-of-chunks)) (octets (message "" "0" "x" "")))
+    (setf (sb-fiber-http::decoder-state decoder) :chunk-end
+          (aref octets 5) 10)           ; a line that does not end with CR LF
+    (loop repeat 3
+          do (is (eq :refused (handler-case (sb-fiber-http:decode decoder octets 0 (length octets))
+                                (sb-fiber-http:bad-request () :refused)))))
+    (is-true (sb-fiber-http:decoder-failed-p decoder))))
+
+(defun make-decoder-of-chunks ()
+  (sb-fiber-http:make-decoder (head-with "Transfer-Encoding: chunked") 1000))
+
 ;;; Prevents: a client that sends chunks' lines for ever, and no body.
 (test lines-without-an-end
   (let ((digits (make-array 10000 :element-type '(unsigned-byte 8) :initial-element 48)))

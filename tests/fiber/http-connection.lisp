@@ -133,6 +133,18 @@ values, and what SERVE has returned."
                           (body-of-reply stream))
                    "~D octets" size)))))
 
+;;; Prevents: a body that is received an octet at a time behind a head that nearly fills the buffer.
+(test room-behind-a-large-head
+  (let* ((connection (make-connection 0)) (size sb-fiber-http::+buffer-size+))
+    (setf (sb-fiber-http::connection-input connection)
+          (make-array size :element-type '(unsigned-byte 8))
+          (sb-fiber-http::connection-kept connection) (- size 2)
+          (sb-fiber-http::connection-start connection) size
+          (sb-fiber-http::connection-end connection) size)
+    (sb-fiber-http::make-room connection)
+    (is (<= 4096 (- (length (sb-fiber-http::connection-input connection))
+                    (sb-fiber-http::connection-end connection))))))
+
 (test chunked-bodies-in-parts
   (with-client (stream)
     (let ((octets (join-octets (request "/" "Transfer-Encoding: chunked")

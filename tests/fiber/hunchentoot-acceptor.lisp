@@ -321,6 +321,14 @@
       (is (= 431 (status "/raw" (list (format nil "X: ~A" (make-string 300 :initial-element #\a)))
                          #()))))))
 
+;;; Prevents: a body that came with the head being counted as part of it.
+(test bodies-that-come-with-their-heads
+  (with-acceptor (port 'engine-acceptor :taskmaster (fibers 1) :max-head 300)
+    (is (eql 200 (status-of (answer port (closing-request
+                                          "PUT" "/raw" "1.1" '("Content-Length: 4000")
+                                          (make-array 4000 :element-type '(unsigned-byte 8)
+                                                           :initial-element 65))))))))
+
 (test arguments-of-an-acceptor
   (flet ((refused-p (&rest initargs)
            (handler-case (progn (apply #'make-instance 'engine-acceptor initargs) nil)
@@ -385,6 +393,25 @@
       (is (equal "ignored" (third (reply 1000))))
       (is (equal "ignored" (third (reply 2000000))))
       (is (eql 413 (status-of (first (reply 4000000))))))))
+
+;;; Prevents: a second reply to one request, which a proxy takes for that to its next.
+(test bodies-that-are-none-and-nobody-reads
+  (with-acceptor (port 'engine-acceptor :taskmaster (fibers 1))
+    (let ((answer (answer port (message "PUT /ignores-the-body HTTP/1.1" "Host: x"
+                                        "Transfer-Encoding: chunked" "" "x" "0" ""
+                                        "GET /octets HTTP/1.1" "Host: x" ""))))
+      (is (eql 200 (status-of answer)))
+      (is (null (search "HTTP/1.1" answer :start2 8))))))
+
+;;; Prevents: a client that waits for a reply whose head cannot be sent.
+(define-handler field-of-another-alphabet ()
+  (setf (hunchentoot:header-out :x-name) (format nil "~C" (code-char 945)))
+  "field")
+
+(test fields-that-cannot-be-sent
+  (with-acceptor (port 'engine-acceptor :taskmaster (fibers 1))
+    (is (eql 0 (search "HTTP/1.1 " (answer port (closing-request
+                                                 "GET" "/field-of-another-alphabet" "1.1" '())))))))
 
 ;;; Prevents: a request that is another's when it is looked at later.
 (defvar *kept-request*)
