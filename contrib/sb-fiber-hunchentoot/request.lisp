@@ -56,9 +56,9 @@
     ;; A client must not fill the package.
     (or (gethash method chunga::+string-to-keyword-hash+)
         (find-symbol (string-upcase method) "KEYWORD")
-        (throw-bad-method method))))
+        (refuse-method method))))
 
-(defun throw-bad-method (method)
+(defun refuse-method (method)
   (error 'bad-request :status 501 :reason (format nil "The method ~A is not known." method)))
 
 (defun external-format-of-request (head)

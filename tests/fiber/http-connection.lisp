@@ -272,9 +272,6 @@ values, and what SERVE has returned."
              (is (eq :refused (nth-value 1 (with-client (stream :serve #'serve) 1)))
                  "~S" value))))
 
-(defun octets-string-of (octets)
-  (octets-string octets 0 (length octets)))
-
 (test dates
   (flet ((date (&rest time)
            (octets-string-of (sb-fiber-http::date-field (apply #'encode-universal-time

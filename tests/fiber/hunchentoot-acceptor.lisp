@@ -146,9 +146,6 @@
 (defun fibers (carriers)
   (make-instance 'sb-fiber-hunchentoot::fiber-taskmaster :carrier-count carriers))
 
-(defun octets-string-of (octets)
-  (sb-fiber-http:octets-string (coerce octets 'sb-fiber-http:octets) 0 (length octets)))
-
 (defun call-with-server-socket (function port)
   (let ((socket (usocket:socket-connect "127.0.0.1" port :element-type '(unsigned-byte 8)
                                                          :timeout 20)))

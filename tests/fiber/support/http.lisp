@@ -24,6 +24,9 @@
 (defun join-octets (&rest octets)
   (apply #'concatenate 'sb-fiber-http:octets octets))
 
+(defun octets-string-of (octets)
+  (sb-fiber-http:octets-string (coerce octets 'sb-fiber-http:octets) 0 (length octets)))
+
 (defun random-element (sequence)
   (elt sequence (random (length sequence))))
 
