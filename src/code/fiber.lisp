@@ -28,6 +28,7 @@
 ;;;;   structs        the fiber, which is a thread, and what the files of threads need of it
 ;;;;   foreign        frames of foreign code on a stack, and which of them may be left
 ;;;;   spinlock    *  the lock under all that follows
+;;;;   lines          structures and stores for what each switch writes
 ;;;;   run-queue   *  the queue of a scheduler, from which others steal
 ;;;;   injector    *  the queue of what comes from outside
 ;;;;   alarm          what a timer has in a deadline heap
@@ -363,7 +364,7 @@ that looks for interruptions next finds none, a thread that queues one later see
 (declaim (inline mount))
 (defun mount (carrier from fiber)
   "Leave the stack whose context is FROM for that of FIBER. Returns when FROM is switched to."
-  (setf (fiber-carrier fiber) carrier)
+  (store-slot (fiber carrier) fiber carrier)
   (when (= (context-word (context-of fiber) control-stack-pointer)
            (context-word (context-of fiber) control-stack-end))
     (prepare-stack fiber))
@@ -452,9 +453,9 @@ it is resumed."
          (scheduler (progn (begin-scheduling carrier) (carrier-scheduler carrier)))
          (masked (and (live-signal-context-p) (put-back-signal-mask)))
          (next (and scheduler (next-in-queue carrier scheduler))))
-    (setf (carrier-predecessor carrier) fiber
-          (carrier-action carrier) action
-          (fiber-left fiber) (if scheduler (scheduler-read scheduler) (%cycle-count))
+    (store-slot (carrier predecessor) carrier fiber)
+    (store-slot (carrier action) carrier action)
+    (setf (fiber-left fiber) (if scheduler (scheduler-read scheduler) (%cycle-count))
           (fiber-carrier fiber) nil)
     (when (and *force-migration* (neq action :end)) (setf (fiber-last-carrier fiber) carrier))
     (if next

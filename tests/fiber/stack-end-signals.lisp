@@ -158,9 +158,9 @@ Return how often, or where the signal was lost."
 ;;; then the process ends.
 (test storms-of-interruptions-at-the-end-of-the-stack
   (with-group (group 1)
-    (let* ((stop (make-flag)) (called (make-flag))
+    (let* ((stop (make-flag)) (called (make-flag)) (senders-done (make-flag))
            (fiber (spawn (group)
-                    (loop until (flag-value stop)
+                    (loop until (flag-value senders-done)
                           do (loop for distance from 7900 downto 2000 by 100
                                    do (handler-case
                                           (call-at-distance distance
@@ -177,6 +177,7 @@ Return how often, or where the signal was lost."
       (sleep 3)
       (raise-flag stop)
       (mapc #'join-thread senders)
+      (raise-flag senders-done)
       (is (eq t (fiber-join fiber :default nil :timeout *patience*)))
       (is (plusp (flag-count called))))))
 

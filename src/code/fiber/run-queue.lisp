@@ -28,8 +28,8 @@
 
 (defconstant run-queue-capacity 256)
 
-(defstruct (run-queue (:constructor make-run-queue ())
-                      (:copier nil))
+(defstruct-apart (run-queue (:constructor make-run-queue ())
+                            (:copier nil))
   (head 0 :type (and unsigned-byte fixnum))
   (tail 0 :type (and unsigned-byte fixnum))
   (ring (make-array run-queue-capacity :initial-element 0)
@@ -52,7 +52,7 @@
   (declare (optimize speed (safety 0)))
   (let ((tail (run-queue-tail queue)))
     (when (< (truly-the fixnum (- tail (run-queue-head queue))) run-queue-capacity)
-      (setf (svref (run-queue-ring queue) (run-queue-place tail)) object)
+      (store-place (run-queue-ring queue) (run-queue-place tail) object)
       (barrier (:write))
       (setf (run-queue-tail queue) (truly-the fixnum (1+ tail)))
       t)))

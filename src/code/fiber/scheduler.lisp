@@ -24,8 +24,8 @@
 (defconstant +call-cost+ 32)
 (defconstant +accept-cost+ 1)
 
-(defstruct (scheduler (:constructor %make-scheduler (group poller))
-                      (:copier nil))
+(defstruct-apart (scheduler (:constructor %make-scheduler (group poller))
+                            (:copier nil))
   (group nil :type t :read-only t)
   (poller nil :type poller :read-only t)
   (queue (make-run-queue) :type run-queue :read-only t)
@@ -41,8 +41,8 @@
   (steals 0 :type fixnum))
 (declaim (freeze-type scheduler))
 
-(defstruct (carrier (:constructor %make-carrier (group &optional (context 0) scheduler))
-                    (:copier nil))
+(defstruct-apart (carrier (:constructor %make-carrier (group &optional (context 0) scheduler))
+                          (:copier nil))
   (group nil :type t :read-only t)
   (thread nil)
   (context 0 :type word :read-only t)

@@ -109,3 +109,46 @@
 (defun mark-ancestor-frame (frame-pointer variable-home card)
   (inst lea card (ea (frame-byte-offset (tn-offset variable-home)) frame-pointer))
   (mark-gc-card card))
+
+;;;; stores that mark a card only if it is not marked, see code/fiber/lines.lisp
+
+;;; A collection between the look and the store may take the mark away, as it may one that was
+;;; written: it marks the card again, since the object is in a register of this thread.
+(defun mark-gc-card-once (card)
+  (assemble ()
+    (inst shr card gencgc-card-shift)
+    (inst and :dword card card-index-mask)
+    (inst cmp :byte (ea nil-cardtable-disp null-tn card) CARD-MARKED)
+    (inst jmp :e MARKED)
+    (inst mov :byte (ea nil-cardtable-disp null-tn card) CARD-MARKED)
+    MARKED))
+
+(defknown sb-fiber::%store-slot (instance index t) (values) ())
+(define-vop (sb-fiber::%store-slot)
+  (:translate sb-fiber::%store-slot)
+  (:policy :fast-safe)
+  (:args (instance :scs (descriptor-reg)) (value :scs (descriptor-reg any-reg)))
+  (:info index)
+  (:arg-types instance (:constant index) *)
+  (:temporary (:sc unsigned-reg) card)
+  (:generator 6
+    (move card instance)
+    (mark-gc-card-once card)
+    (inst mov :qword (object-slot-ea instance (+ index instance-slots-offset)
+                                     instance-pointer-lowtag)
+          value)))
+
+(defknown sb-fiber::%store-place (simple-vector index t) (values) ())
+(define-vop (sb-fiber::%store-place)
+  (:translate sb-fiber::%store-place)
+  (:policy :fast-safe)
+  (:args (vector :scs (descriptor-reg)) (index :scs (any-reg))
+         (value :scs (descriptor-reg any-reg)))
+  (:arg-types simple-vector tagged-num *)
+  (:temporary (:sc unsigned-reg) card)
+  (:generator 6
+    (let ((place (ea (- (* vector-data-offset n-word-bytes) other-pointer-lowtag)
+                     vector index (ash n-word-bytes (- n-fixnum-tag-bits)))))
+      (inst lea card place)
+      (mark-gc-card-once card)
+      (inst mov :qword place value))))

@@ -23,10 +23,9 @@
   (merge-pathnames "../../../src/code/" *load-truename*))
 
 (defparameter *operations*
-  '("SVREF" "SAP-REF-32" "INT-SAP" "ATOMIC-INCF" "ATOMIC-DECF" "BARRIER" "WITH-TINY-LOCK"
-    "WITHOUT-INTERRUPTIONS" "WITHOUT-INTERRUPTS" "WITH-LOCAL-INTERRUPTS" "WITH-INTERRUPTS"
-    "*CURRENT-THREAD*"
-    "SPIN-LOOP-HINT")
+  '("SVREF" "STORE-PLACE" "SAP-REF-32" "INT-SAP" "ATOMIC-INCF" "ATOMIC-DECF" "BARRIER"
+    "WITH-TINY-LOCK" "WITHOUT-INTERRUPTIONS" "WITHOUT-INTERRUPTS" "WITH-LOCAL-INTERRUPTS"
+    "WITH-INTERRUPTS" "*CURRENT-THREAD*" "SPIN-LOOP-HINT")
   "What stands for something else in STEPS.")
 
 (defparameter *slots*
@@ -168,6 +167,9 @@ old value. With READY, wait until that is true of the value."
                                   (let ((value (svref vector index)))
                                     (when (eql value old) (setf (svref vector index) new))
                                     value))))
+
+(defmacro steps::store-place (vector index value)
+  `(setf (steps::svref ,vector ,index) ,value))
 
 (defmacro steps::atomic-incf (place &optional (delta 1))
   (destructuring-bind (accessor object) place
