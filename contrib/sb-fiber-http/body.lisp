@@ -24,6 +24,9 @@
 ;;; DECODE makes all moves. Extensions of chunks and trailers are passed over, as most servers do:
 ;;; nobody is known to need them, and merged into the head they would be a way around its checks.
 
+;;; As many octets as are more than any body has.
+(defconstant +unlimited+ (ash most-positive-fixnum -3))
+
 (deftype decoder-state () '(member :length :size :chunk :chunk-end :trailer :done :failed))
 
 (defstruct (decoder (:constructor %make-decoder (state remaining most)) (:copier nil))

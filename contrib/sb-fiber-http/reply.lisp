@@ -162,9 +162,10 @@ could split the reply in two."
   (not (or (< status 200) (= status 204) (= status 304))))
 
 (defun put-head (output status fields length keep-alive-p)
-  "Put the head of a reply. LENGTH is that of the body; NIL if there is none, or FIELDS tell it."
+  "Put the head of a reply. LENGTH is that of the body; NIL if there is none, or FIELDS tell it. The
+date is added if FIELDS have none."
   (put-status-line output status)
-  (put-date output)
+  (unless (assoc "date" fields :test #'string-equal) (put-date output))
   (loop for (name . value) in fields do (put-field output name value))
   (when length
     (put-constant output "Content-Length: ")

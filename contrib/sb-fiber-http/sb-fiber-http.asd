@@ -18,4 +18,6 @@
                (:file "parser")
                (:file "body")
                (:file "connection")
-               (:file "reply")))
+               (:file "reply")
+               (:file "exchange")
+               (:file "body-stream")))

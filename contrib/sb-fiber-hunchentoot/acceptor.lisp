@@ -129,23 +129,16 @@ stay."))
   (let ((hunchentoot::*finish-processing-socket* t)
         (hunchentoot:*reply* (make-instance (hunchentoot:acceptor-reply-class acceptor)))
         (hunchentoot:*session* nil)
-        (hunchentoot::*hunchentoot-stream* stream))
-    (if (and (head-upgrade-p head) (null (head-content-length head)) (not (head-chunked-p head)))
-        (begin-body stream nil head)
-        (begin-body stream
-                    (make-decoder head (min (or (max-body acceptor) most-positive-fixnum)
-                                            (ash most-positive-fixnum -3)))
-                    head))
+        (hunchentoot::*hunchentoot-stream* stream)
+        (exchange (make-exchange (client-connection stream) head
+                                 :most-body (min (or (max-body acceptor) +unlimited+) +unlimited+)
+                                 :timeout (hunchentoot:acceptor-read-timeout acceptor))))
+    (read-another-body stream exchange)
     (hunchentoot::with-acceptor-request-count-incremented (acceptor)
       (hunchentoot:process-request (make-request acceptor socket head stream)))
     (end-output stream)
     (and (not hunchentoot::*finish-processing-socket*)
-         (decoder stream)
-         (skip-body stream))))
-
-(defun end-output (stream)
-  (setf (chunga:chunked-stream-output-chunking-p stream) nil)
-  (finish-output stream))
+         (skip-body exchange))))
 
 (defun refuse-request (acceptor connection condition)
   "Tell the client what was wrong, and the log."
@@ -157,14 +150,18 @@ stay."))
 
 (defconstant +linger-seconds+ 2)
 
+(defun unread-p (stream)
+  "Does the client perhaps still send what belongs to its last request?"
+  (let ((exchange (stream-exchange stream)))
+    (and exchange (body-left-p exchange))))
+
 (defun serve-requests (acceptor socket connection stream)
   (let ((timeout (hunchentoot:acceptor-read-timeout acceptor)))
     (handler-case
         (loop until (hunchentoot::acceptor-shutdown-p acceptor)
               do (let ((head (receive-head connection (deadline-after timeout) timeout)))
                    (unless (and head (serve-request acceptor socket head stream))
-                     (when (and hunchentoot::*close-hunchentoot-stream*
-                                (or (body-left-p stream) (null (decoder stream))))
+                     (when (and hunchentoot::*close-hunchentoot-stream* (unread-p stream))
                        (linger connection +linger-seconds+))
                      (return))))
       ((or timed-out connection-lost) ()) ; as for stock acceptors, not worth a message
@@ -187,8 +184,7 @@ stay."))
              (connection (make-connection (sb-sys:fd-stream-fd socket-stream)
                                           :limits (acceptor-limits acceptor)))
              (stream (make-instance 'client-stream
-                                    :real-stream socket-stream :connection connection
-                                    :timeout (hunchentoot:acceptor-read-timeout acceptor))))
+                                    :real-stream socket-stream :connection connection)))
         (unwind-protect (serve-requests acceptor socket connection stream)
           (when hunchentoot::*close-hunchentoot-stream*
             (close-quietly socket-stream))))))

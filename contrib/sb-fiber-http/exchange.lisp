@@ -1,0 +1,220 @@
+;;;; exchanges: a request, and what is replied to it
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-HTTP")
+
+;;; What a handler of a server is given. Its reply is whole, by REPLY, or comes in parts:
+;;;
+;;;     STATE        what has been sent           move                 by
+;;;     :UNANSWERED  nothing                      -> :OPEN             BEGIN-REPLY
+;;;                                               -> :ENDED            REPLY
+;;;                                               -> :TAKEN            TAKE-CONNECTION
+;;;     :OPEN        a head, perhaps some parts   -> :ENDED            END-REPLY
+;;;     :ENDED       a reply, as far as it goes
+;;;     :TAKEN       what the handler has sent itself
+;;;
+;;; A reply in parts is framed by one of
+;;;  :LENGTH   the head says how many octets come, and LEFT how many of them are not sent yet;
+;;;  :CHUNKED  each part is a chunk, with its size;
+;;;  :CLOSE    the end of the connection: for clients of HTTP/1.0;
+;;;  :NONE     there is no body.
+;;;
+;;; An exchange belongs to the fiber that serves its connection, or to whom that gives it.
+
+(deftype exchange-state () '(member :unanswered :open :ended :taken))
+(deftype framing () '(member :length :chunked :close :none))
+
+(defstruct (exchange (:constructor make-exchange
+                         (connection head &key (most-body +unlimited+) timeout
+                                               (keep-alive-p (head-keep-alive-p head))
+                          &aux (decoder (unless (upgrade-without-body-p head)
+                                          (make-decoder head most-body)))
+                               (continue-p (head-expects-continue-p head))))
+                     (:copier nil))
+  "A request, whose HEAD has been received, and its reply. TIMEOUT, in seconds or NIL, is for each
+wait for the client."
+  (connection (sb-int:missing-arg) :type connection :read-only t)
+  (head (sb-int:missing-arg) :type head :read-only t)
+  ;; NIL if whatever comes behind the head is the handler's
+  (decoder nil :type (or null decoder) :read-only t)
+  (timeout nil :type (or null (real 0)) :read-only t)
+  (state :unanswered :type exchange-state)
+  (framing :none :type framing)
+  (left 0 :type index)
+  (status 0 :type index)
+  ;; May the client send another request on this connection?
+  (keep-alive-p nil :type boolean)
+  ;; Does the client wait to be told that it may send the body?
+  (continue-p nil :type boolean))
+(declaim (sb-ext:freeze-type exchange))
+
+(defun upgrade-without-body-p (head)
+  (and (head-upgrade-p head) (null (head-content-length head)) (not (head-chunked-p head))))
+
+(defun wrong-state (exchange wanted)
+  (error "The reply to ~S cannot be ~A: its state is ~S." exchange wanted
+         (exchange-state exchange)))
+
+(defun exchange-deadline (exchange)
+  (deadline-after (exchange-timeout exchange)))
+
+;;;; the body of the request
+
+(defun tell-to-continue (exchange)
+  (setf (exchange-continue-p exchange) nil)
+  (let ((line (load-time-value
+               (string-octets (format nil "HTTP/1.1 100 Continue~C~C~:*~:*~C~C" #\Return #\Newline))
+               t)))
+    (send-octets (exchange-connection exchange) line 0 (length (the octets line))
+                 (exchange-deadline exchange))))
+
+(defun body-left-p (exchange)
+  "Has the body of the request of EXCHANGE not been received to its end?"
+  (let ((decoder (exchange-decoder exchange)))
+    (or (null decoder) (not (decoder-done-p decoder)))))
+
+(defun receive-part (exchange)
+  "Receive some octets of the body of the request. Return the vector that they are in, start and end,
+which are equal when the body has ended. The octets are to be used before the next call. Signals
+TIMED-OUT, CONNECTION-LOST and BAD-REQUEST."
+  (when (and (exchange-continue-p exchange) (body-left-p exchange)) (tell-to-continue exchange))
+  (let ((connection (exchange-connection exchange)) (decoder (exchange-decoder exchange)))
+    (if decoder
+        (receive-body connection decoder (exchange-deadline exchange))
+        (receive-anything connection nil))))
+
+(defconstant +most-skipped-octets+ 262144)
+
+(defun skip-body (exchange)
+  "Receive what the handler has not read of the body. Return false if that is too much, or the client
+was not told to send it."
+  (let ((decoder (exchange-decoder exchange)))
+    (when decoder
+      (loop with left of-type fixnum = +most-skipped-octets+
+            while (and (body-left-p exchange) (plusp left)
+                       (not (decoder-failed-p decoder)) (not (exchange-continue-p exchange)))
+            do (multiple-value-bind (octets start end)
+                   (handler-case (receive-part exchange)
+                     (bad-request () (values nil 0 0))) ; the reply has been sent
+                 (declare (ignore octets))
+                 (decf left (- end start))))
+      (not (body-left-p exchange)))))
+
+;;;; whole replies
+
+(defun head-only-p (exchange)
+  "Does the request ask for the head of the reply only?"
+  (let ((head (exchange-head exchange)))
+    (name-at-p "head" (head-octets head) (head-start head) (head-method-end head))))
+
+(defun reply (exchange status fields body)
+  "Reply to EXCHANGE with the integer STATUS, FIELDS, an alist of strings, and BODY, octets. The
+fields of length, connection and, if it is not among FIELDS, date are added. Signals TIMED-OUT and
+CONNECTION-LOST; and an error if a field has characters that it must not have, or if there is a
+reply already."
+  (unless (eq (exchange-state exchange) :unanswered) (wrong-state exchange "sent"))
+  (setf (exchange-status exchange) status)
+  (send-reply (exchange-connection exchange) status fields body
+              :head-only-p (head-only-p exchange)
+              :keep-alive-p (exchange-keep-alive-p exchange)
+              :deadline (exchange-deadline exchange))
+  (setf (exchange-state exchange) :ended))
+
+;;;; replies in parts
+
+(defun choose-framing (exchange status length)
+  (cond ((or (not (body-allowed-p status)) (head-only-p exchange)) :none)
+        (length :length)
+        ((= 1 (head-minor-version (exchange-head exchange))) :chunked)
+        (t :close)))
+
+(defun put-parted-head (output exchange status fields length framing)
+  (put-head output status
+            (if (or (eq framing :chunked)
+                    (and (eq framing :none) (null length) (body-allowed-p status)
+                         (= 1 (head-minor-version (exchange-head exchange)))))
+                (append fields '(("Transfer-Encoding" . "chunked")))
+                fields)
+            (and (body-allowed-p status) length)
+            (exchange-keep-alive-p exchange)))
+
+(defun begin-reply (exchange status fields &key length)
+  "Send the head of a reply to EXCHANGE, whose body SEND-PART sends; the integer STATUS; FIELDS, an
+alist of strings; LENGTH, how many octets the body will have, or NIL. END-REPLY must be called.
+Signals what REPLY does."
+  (unless (eq (exchange-state exchange) :unanswered) (wrong-state exchange "begun"))
+  (let ((framing (choose-framing exchange status length)))
+    (when (eq framing :close) (setf (exchange-keep-alive-p exchange) nil))
+    (with-output (output)
+      (put-parted-head output exchange status fields length framing)
+      (setf (exchange-status exchange) status
+            (exchange-framing exchange) framing
+            (exchange-left exchange) (or length 0)
+            (exchange-state exchange) :open)
+      (send-output (exchange-connection exchange) output (output-octets output) 0
+                   (exchange-deadline exchange)))))
+
+(defun put-chunk-size (output size)
+  (put-string output (string-downcase (write-to-string size :base 16 :radix nil :pretty nil))
+              #'token-octet-p)
+  (put-constant output "|"))
+
+(defun send-chunk (exchange octets start end)
+  (let ((connection (exchange-connection exchange)) (deadline (exchange-deadline exchange))
+        (size (- end start)))
+    (flet ((send (output)
+             (send-octets connection (output-octets output) 0 (output-fill output) deadline)
+             (setf (output-fill output) 0)))
+      (with-output (output)
+        (put-chunk-size output size)
+        (cond ((<= size +largest-copied-body+) (put-octets output octets start end))
+              (t (send output)
+                 (send-octets connection octets start end deadline)))
+        (put-constant output "|")
+        (send output)))))
+
+(defun send-part (exchange octets &optional (start 0) (end (length octets)))
+  "Send OCTETS from START to END as the next part of the body of the reply. Signals TIMED-OUT,
+CONNECTION-LOST, and an error if the head announced fewer octets."
+  (declare (type octets octets) (type index start end))
+  (unless (eq (exchange-state exchange) :open) (wrong-state exchange "continued"))
+  (when (< start end)
+    (ecase (exchange-framing exchange)
+      (:none)
+      (:chunked (send-chunk exchange octets start end))
+      (:close (send-octets (exchange-connection exchange) octets start end
+                           (exchange-deadline exchange)))
+      (:length (count-part exchange (- end start))
+       (send-octets (exchange-connection exchange) octets start end
+                    (exchange-deadline exchange))))))
+
+(defun count-part (exchange n)
+  (when (> n (exchange-left exchange))
+    (error "The body of the reply to ~S is longer than its head has said." exchange))
+  (decf (exchange-left exchange) n))
+
+(defun end-reply (exchange)
+  "End the reply that BEGIN-REPLY began. If its body is shorter than its head has said, the
+connection is going to be closed. Signals TIMED-OUT and CONNECTION-LOST."
+  (unless (eq (exchange-state exchange) :open) (wrong-state exchange "ended"))
+  (case (exchange-framing exchange)
+    (:chunked (let ((end (load-time-value
+                          (string-octets (format nil "0~C~C~:*~:*~C~C" #\Return #\Newline)) t)))
+                (send-octets (exchange-connection exchange) end 0 (length (the octets end))
+                             (exchange-deadline exchange))))
+    (:length (when (plusp (exchange-left exchange)) (setf (exchange-keep-alive-p exchange) nil))))
+  (setf (exchange-state exchange) :ended))
+
+(defun take-connection (exchange)
+  "Return the connection of EXCHANGE, which the caller serves from now on, by another protocol. It is
+closed when the handler returns."
+  (unless (eq (exchange-state exchange) :unanswered) (wrong-state exchange "left to the handler"))
+  (setf (exchange-state exchange) :taken
+        (exchange-keep-alive-p exchange) nil)
+  (exchange-connection exchange))
