@@ -66,7 +66,10 @@ request, or taken a whole reply."))
   (start 0 :type index)
   (end 0 :type index)
   (kept 0 :type index)
-  (eof-p nil :type boolean))
+  (eof-p nil :type boolean)
+  ;; octets in all
+  (received 0 :type index)
+  (sent 0 :type index))
 (declaim (sb-ext:freeze-type connection))
 
 ;;;; deadlines
@@ -95,6 +98,11 @@ if that is nothing."
     (give-buffer-back (shiftf (connection-input connection) nil))
     (setf (connection-start connection) 0
           (connection-end connection) 0)))
+
+(defun drop-all-input (connection)
+  "Nothing is received of CONNECTION any more."
+  (setf (connection-start connection) (connection-end connection))
+  (drop-used-input connection))
 
 (defun move-input (connection buffer index)
   "Have what was received, and not used, in BUFFER at INDEX."
@@ -133,6 +141,7 @@ if that is nothing."
                                    (- (length buffer) end)))
       (cond (n (when (= n 0) (setf (connection-eof-p connection) t))
                (incf (connection-end connection) n)
+               (incf (connection-received connection) n)
                n)
             ((or (= errno sb-unix:ewouldblock) (= errno sb-unix:eintr)) nil)
             (t (error 'connection-lost :errno errno))))))
@@ -216,19 +225,24 @@ BAD-REQUEST. The octets are to be used before the next call."
   (loop while (< start end)
         do (multiple-value-bind (n errno)
                (sb-fiber::unix-write-now (connection-fd connection) octets start (- end start))
-             (cond (n (incf start n))
+             (cond (n (incf start n)
+                      (incf (connection-sent connection) n))
                    ((= errno sb-unix:ewouldblock) (await connection :output deadline))
                    ((= errno sb-unix:eintr))
                    (t (error 'connection-lost :errno errno))))))
 
 ;;;; closing
 
+(defun shut-down (connection &optional (how 2))
+  "Send no more to the client of CONNECTION, and, unless HOW is 1, receive no more."
+  (sb-alien:alien-funcall (sb-alien:extern-alien "shutdown" (function sb-alien:int sb-alien:int
+                                                                      sb-alien:int))
+                          (connection-fd connection) how))
+
 (defun linger (connection seconds)
   "Send no more to the client of CONNECTION, and drop what it still sends for SECONDS at most. If a
 connection is closed with something unread the kernel resets it, and the client may lose the reply."
-  (sb-alien:alien-funcall (sb-alien:extern-alien "shutdown" (function sb-alien:int sb-alien:int
-                                                                      sb-alien:int))
-                          (connection-fd connection) 1)
+  (shut-down connection 1)
   (setf (connection-kept connection) 0)
   (handler-case
       (loop with deadline = (deadline-after seconds)

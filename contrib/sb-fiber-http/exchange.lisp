@@ -31,7 +31,7 @@
 (deftype framing () '(member :length :chunked :close :none))
 
 (defstruct (exchange (:constructor make-exchange
-                         (connection head &key (most-body +unlimited+) timeout
+                         (connection head &key (most-body +unlimited+) timeout client
                                                (keep-alive-p (head-keep-alive-p head))
                           &aux (decoder (unless (upgrade-without-body-p head)
                                           (make-decoder head most-body)))
@@ -44,6 +44,8 @@ wait for the client."
   ;; NIL if whatever comes behind the head is the handler's
   (decoder nil :type (or null decoder) :read-only t)
   (timeout nil :type (or null (real 0)) :read-only t)
+  ;; what the server knows of the client, a CLIENT
+  (client nil :read-only t)
   (state :unanswered :type exchange-state)
   (framing :none :type framing)
   (left 0 :type index)
@@ -218,3 +220,9 @@ closed when the handler returns."
   (setf (exchange-state exchange) :taken
         (exchange-keep-alive-p exchange) nil)
   (exchange-connection exchange))
+
+(defun abandon-reply (exchange)
+  "Nothing is sent to EXCHANGE any more, whatever has been sent yet: the connection is going to be
+closed, by which the client sees that the reply is not whole."
+  (setf (exchange-keep-alive-p exchange) nil
+        (exchange-state exchange) :ended))

@@ -128,14 +128,7 @@ could split the reply in two."
 
 (defun date-field (universal-time)
   "The field Date for UNIVERSAL-TIME, octets with CR LF."
-  (multiple-value-bind (second minute hour day month year weekday)
-      (decode-universal-time universal-time 0)
-    (string-octets
-     (format nil "Date: ~A, ~2,'0D ~A ~D ~2,'0D:~2,'0D:~2,'0D GMT~C~C"
-             (aref #("Mon" "Tue" "Wed" "Thu" "Fri" "Sat" "Sun") weekday) day
-             (aref #("Jan" "Feb" "Mar" "Apr" "May" "Jun" "Jul" "Aug" "Sep" "Oct" "Nov" "Dec")
-                   (1- month))
-             year hour minute second #\Return #\Newline))))
+  (string-octets (format nil "Date: ~A~C~C" (date-string universal-time) #\Return #\Newline)))
 
 (sb-ext:define-load-time-global *date* (cons 0 (make-array 0 :element-type '(unsigned-byte 8))))
 (declaim (type cons *date*))

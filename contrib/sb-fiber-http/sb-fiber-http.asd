@@ -8,8 +8,9 @@
 ;;;; more information.
 
 (defsystem "sb-fiber-http"
-  :description "HTTP/1.1 over octet buffers, for servers whose connections are fibers"
+  :description "An engine for HTTP/1.1 servers whose connections are fibers"
   :licence "Public Domain"
+  :depends-on ("sb-bsd-sockets")
   :serial t
   :components ((:file "package")
                (:file "octets")
@@ -18,6 +19,10 @@
                (:file "parser")
                (:file "body")
                (:file "connection")
+               (:file "date")
                (:file "reply")
                (:file "exchange")
-               (:file "body-stream")))
+               (:file "body-stream")
+               (:file "file")
+               (:file "listener")
+               (:file "server")))

@@ -126,3 +126,22 @@
                                            (finish-output out)
                                            (close out))
                                        (string= line (read-line in)))))))))))
+
+;;; Prevents: a socket that a time-out leaves closed but does not know it. Its finalizer, or whoever
+;;; closes it again, closes the file that has the number by then.
+(defun closed-in-part-p ()
+  "Close a socket while a time-out comes. Return true if its number is not open and it has it."
+  (let* ((socket (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp))
+         (fd (sb-bsd-sockets:socket-file-descriptor socket)))
+    (handler-case (sb-ext:with-timeout (/ (1+ (random 60)) 1000000)
+                    (sb-bsd-sockets:socket-close socket))
+      (sb-ext:timeout ()))
+    (let ((open-p (sb-unix:unix-fstat fd)))
+      (when open-p (sb-bsd-sockets:socket-close socket))
+      (and (not open-p) (/= -1 (sb-bsd-sockets:socket-file-descriptor socket))))))
+
+(test sockets-closed-while-a-time-out-comes
+  (flet ((count-bad () (loop repeat 10000 count (closed-in-part-p))))
+    (is (= 0 (count-bad)))
+    (on-carriers (n :counts '(1 2) :migration '(nil))
+      (is (= 0 (in-fiber (n) (count-bad)))))))

@@ -98,12 +98,14 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 ;;;; closing a descriptor, see fiber/io.lisp
 
 ;;; A thread that was unwound in between would leave a file that is open, and whose users have been
-;;; told that it is closed.
+;;; told that it is closed; or, before CLOSE has noted that it is closed, would have the number closed
+;;; again when it is another file's.
 #-sb-xc-host
 (defmacro closing-descriptor ((fd) &body close)
-  "The values of CLOSE, a system call that closes FD: fibers that use it are told."
+  "The values of CLOSE, which closes FD by a system call, and notes that it has: fibers that use FD
+are told."
   (with-unique-names (mark)
     `(without-interrupts
        (let ((,mark (note-close ,fd)))
-         (multiple-value-prog1 (progn ,@close)
+         (unwind-protect (progn ,@close)
            (note-closed ,fd ,mark))))))
