@@ -112,14 +112,21 @@ been told whether its connection is to be closed."
                (writer delay))))))
 
 (defun give-up (delay)
-  "The response of DELAY is not awaited any more: what comes yet is an error."
+  "The response of DELAY is not awaited any more: what comes yet is an error. Return true if nothing
+had come."
   (with-delayed-exchange (exchange delay)
-    (when (member (exchange-state exchange) '(:unanswered :open))
-      (abandon-reply exchange))))
+    (let ((state (exchange-state exchange)))
+      (when (member state '(:unanswered :open)) (abandon-reply exchange))
+      (eq state :unanswered))))
 
 (defun await-response (delay seconds)
   (unless (sb-thread:wait-on-semaphore (delay-over delay) :timeout seconds)
-    (give-up delay)))
+    (when (give-up delay)
+      (let ((exchange (delay-exchange delay)))
+        (send-reply (exchange-connection exchange) 503 '(("Content-Type" . "text/plain"))
+                    (string-octets (format nil "The application has not responded in time.~%"))
+                    :keep-alive-p nil
+                    :deadline (deadline-after (exchange-timeout exchange)))))))
 
 (defun call-for-response (exchange function socket seconds)
   "Call FUNCTION, a response, and wait SECONDS for what it responds, if that comes later."

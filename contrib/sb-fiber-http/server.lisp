@@ -11,9 +11,10 @@
 
 ;;; A server has a fiber for each listener, which accepts, and one for each client that is
 ;;; connected. What is true when nobody holds its lock:
-;;;  - CLIENTS has each client whose socket is open, but for one that is just being accepted;
+;;;  - CLIENTS has each client whose socket is open, but for one that is just being accepted, and
+;;;    perhaps one whose socket has just been closed;
 ;;;  - the totals count what the clients have done that are not in CLIENTS any more.
-;;; The fiber of a client takes it out, and closes its socket. A client whose fiber was terminated
+;;; The fiber of a client closes its socket, and takes it out. A client whose fiber was terminated
 ;;; before it began is taken out by STOP-SERVER.
 ;;;
 ;;;     state of a server           by
@@ -88,8 +89,11 @@ DEADLINE."
         (when value (return value)))
       (let ((left (and deadline (/ (- deadline (get-internal-real-time))
                                    internal-time-units-per-second))))
-        (when (and left (<= left 0)) (return nil))
-        (sb-thread:condition-wait (server-changed server) (server-lock server) :timeout left)))))
+        (unless (and (or (null left) (plusp left))
+                     ;; If it comes to the deadline it does not have the lock.
+                     (sb-thread:condition-wait (server-changed server) (server-lock server)
+                                               :timeout left))
+          (return nil))))))
 
 ;;;; clients
 
@@ -102,18 +106,18 @@ DEADLINE."
     (incf (totals-received totals) (connection-received connection))
     (incf (totals-sent totals) (connection-sent connection))))
 
+;;; In this order: when STOP-SERVER sees that a client is gone it may end the fiber, which would not
+;;; close the socket any more.
 (defun remove-client (server fiber)
-  "Take the client of FIBER out of SERVER, and close its socket."
-  (let ((client (with-server (server)
-                  (let ((client (gethash fiber (server-clients server))))
-                    (when client
-                      (remhash fiber (server-clients server))
-                      (add-to-totals server client)
-                      (sb-thread:condition-broadcast (server-changed server)))
-                    client))))
+  "Close the socket of the client of FIBER, and take it out of SERVER."
+  (let ((client (with-server (server) (gethash fiber (server-clients server)))))
     (when client
       (drop-all-input (client-connection client))
-      (sb-bsd-sockets:socket-close (client-socket client) :abort t))))
+      (sb-bsd-sockets:socket-close (client-socket client) :abort t)
+      (with-server (server)
+        (when (remhash fiber (server-clients server))
+          (add-to-totals server client)
+          (sb-thread:condition-broadcast (server-changed server)))))))
 
 (defun note-error (server condition)
   (sb-ext:atomic-incf (totals-errors (server-totals server)))

@@ -61,36 +61,7 @@ values, and what SERVE has returned."
 (defmacro with-client ((stream &key (carriers 1) (serve '#'serve)) &body body)
   `(call-with-client (lambda (,stream) (declare (ignorable ,stream)) ,@body) ,carriers ,serve))
 
-(defun send-parts (stream &rest parts)
-  "Send PARTS, octets, one after another."
-  (dolist (part parts)
-    (write-sequence part stream)
-    (finish-output stream)
-    (sleep 1/200)))
-
-(defun read-message-line (stream)
-  (let ((line (loop for octet = (read-byte stream nil 10)
-                    until (= octet 10) collect (code-char octet))))
-    (string-right-trim '(#\Return) (coerce line 'string))))
-
-(defun read-reply (stream &key (head-only-p nil))
-  "Return status line, fields but the date, and body of a reply, as strings."
-  (let* ((status (read-message-line stream))
-         (fields (loop for line = (read-message-line stream)
-                       until (string= line "") collect line))
-         (n (let ((field (find-if (lambda (field) (eql 0 (search "Content-Length: " field)))
-                                  fields)))
-              (if field (parse-integer field :start 16) 0)))
-         (body (make-array (if head-only-p 0 n) :element-type '(unsigned-byte 8))))
-    (read-sequence body stream)
-    (list status
-          (remove-if (lambda (field) (eql 0 (search "Date: " field))) fields)
-          (octets-string body 0 (length body)))))
-
 (defun body-of-reply (stream) (third (read-reply stream)))
-
-(defun request (target &rest fields)
-  (apply #'message (format nil "GET ~A HTTP/1.1" target) "Host: x" (append fields '(""))))
 
 ;;;; Requests
 

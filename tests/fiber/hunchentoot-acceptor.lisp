@@ -340,18 +340,10 @@
 ;;;; Several requests
 
 (defun read-answer (stream)
-  "Status and body of a reply with a length on STREAM."
-  (flet ((line ()
-           (coerce (loop for octet = (read-byte stream)
-                         until (= octet 10) unless (= octet 13) collect (code-char octet))
-                   'string)))
-    (let ((status (status-of (line))) (length 0))
-      (loop for line = (line) until (string= line "")
-            do (when (eql 0 (search "Content-Length: " line))
-                 (setf length (parse-integer line :start 16))))
-      (let ((body (make-array length :element-type '(unsigned-byte 8))))
-        (read-sequence body stream)
-        (list status (octets-string-of body))))))
+  "Status and body of a reply on STREAM."
+  (destructuring-bind (status fields body) (read-reply stream)
+    (declare (ignore fields))
+    (list (status-of status) body)))
 
 (test requests-on-one-connection
   (with-acceptor (port 'engine-acceptor :taskmaster (fibers 1))

@@ -417,12 +417,17 @@ another fiber, which begins later."
 ;;; Prevents: looks that cost as much as there are fibers. It may cons a little for each look, but
 ;;; no list of them.
 (test looks-at-homes-are-cheap
-  (let ((n 20000) (done (make-flag)))
+  (let ((n 20000) (go-on (make-flag)) (done (make-flag)))
     (with-group (group 2)
       (let ((pinned (loop repeat 3 collect (spawn (group)
-                                             (with-fiber-pinned (usleep 100000) (fiber-park)))))
+                                             (with-fiber-pinned
+                                               (loop until (flag-value go-on) do (usleep 10000))
+                                               (fiber-park)))))
             (busy (spawn (group) (loop until (flag-value done) do (sleep 1/1000))))
             (others (loop repeat n collect (spawn (group) (fiber-park)))))
+        ;; Each has a spare in its place.
+        (is-true (wait-until (<= 5 (getf (fiber-group-statistics group) :threads))))
+        (raise-flag go-on)
         (mapc #'wait-until-parked pinned)
         (mapc #'wait-until-parked others)
         (flet ((looks () (sb-fiber::fiber-group-quiet-looks group)))
