@@ -22,7 +22,8 @@
   (let ((method (head-method head)))
     (or (cdr (assoc method *methods* :test #'string=))
         (find-symbol method "KEYWORD")
-        (error 'bad-request :status 501 :reason (format nil "The method ~A is not known." method)))))
+        (error 'bad-request :status 501
+                            :reason (format nil "The method ~A is not known." method)))))
 
 ;;;; targets
 
@@ -60,8 +61,8 @@
 ;;;; fields
 
 (defun fields-table (head)
-  "The fields of HEAD in a table of strings, under their names in lower case. Values of the same name
-are joined."
+  "The fields of HEAD in a table of strings, under their names in lower case. Values of the same
+name are joined."
   (let ((table (make-hash-table :test 'equal :size (max 7 (head-field-count head)))))
     (map-fields (lambda (name value)
                   (let* ((name (string-downcase name)) (before (gethash name table)))

@@ -18,9 +18,9 @@
 
 (defun start (application &rest arguments &key (response-timeout 60) &allow-other-keys)
   "Start a server that calls APPLICATION, a function as Clack has it, with an environment for each
-request, in the fiber of its connection; return what SB-FIBER-HTTP:START-SERVER does. RESPONSE-TIMEOUT
-is how many seconds, 60 by default, or NIL, to wait for a response that comes later. The other
-ARGUMENTS are those of START-SERVER."
+request, in the fiber of its connection; return what SB-FIBER-HTTP:START-SERVER does.
+RESPONSE-TIMEOUT is how many seconds, 60 by default, or NIL, to wait for a response that comes
+later. The other ARGUMENTS are those of START-SERVER."
   (let ((application (coerce application 'function)) (places '()) (server nil))
     (setf server (apply #'start-server
                         (lambda (exchange)

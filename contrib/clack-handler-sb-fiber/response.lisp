@@ -38,8 +38,8 @@ or NIL; and whether the connection is to be closed."
             close-p)))
 
 (defmacro with-fields (((alist length) fields exchange) &body body)
-  "Execute BODY with ALIST and LENGTH bound to what FIELDS-ALIST returns for FIELDS, when EXCHANGE has
-been told whether its connection is to be closed."
+  "Execute BODY with ALIST and LENGTH bound to what FIELDS-ALIST returns for FIELDS, when EXCHANGE
+has been told whether its connection is to be closed."
   `(multiple-value-bind (,alist ,length close-p) (fields-alist ,fields)
      (when close-p (setf (exchange-keep-alive-p ,exchange) nil))
      ,@body))
@@ -73,17 +73,23 @@ been told whether its connection is to be closed."
 ;;;; responses that are functions
 
 ;;; They may be called in any thread, and the fiber of the connection may have given up waiting:
-;;; each holds LOCK while it uses the exchange.
+;;; each holds LOCK while it uses the exchange, which is the fiber's again once GIVEN-UP-P is true.
 (defstruct (delay (:constructor make-delay (exchange)) (:copier nil))
   "A response that is awaited."
   (exchange (sb-int:missing-arg) :read-only t)
   (lock (sb-thread:make-mutex :name "delayed response") :read-only t)
-  (over (sb-thread:make-semaphore) :read-only t))
+  (over (sb-thread:make-semaphore) :read-only t)
+  (given-up-p nil :type boolean))
 (declaim (sb-ext:freeze-type delay))
 
+(defun call-with-delayed-exchange (function delay)
+  (sb-thread:with-mutex ((delay-lock delay))
+    (when (delay-given-up-p delay)
+      (error "The response comes too late: its request has ended."))
+    (funcall function (delay-exchange delay))))
+
 (defmacro with-delayed-exchange ((exchange delay) &body body)
-  `(sb-thread:with-mutex ((delay-lock ,delay))
-     (let ((,exchange (delay-exchange ,delay))) ,@body)))
+  `(call-with-delayed-exchange (lambda (,exchange) ,@body) ,delay))
 
 (defun note-end (delay)
   (unless (member (exchange-state (delay-exchange delay)) '(:unanswered :open))
@@ -112,33 +118,28 @@ been told whether its connection is to be closed."
                (writer delay))))))
 
 (defun give-up (delay)
-  "The response of DELAY is not awaited any more: what comes yet is an error. Return true if nothing
-had come."
-  (with-delayed-exchange (exchange delay)
-    (let ((state (exchange-state exchange)))
-      (when (member state '(:unanswered :open)) (abandon-reply exchange))
-      (eq state :unanswered))))
+  "The response of DELAY is not awaited any more: what comes yet is an error."
+  (sb-thread:with-mutex ((delay-lock delay))
+    (setf (delay-given-up-p delay) t)))
 
-(defun await-response (delay seconds)
+(defun await-response (delay exchange seconds)
   (unless (sb-thread:wait-on-semaphore (delay-over delay) :timeout seconds)
-    (when (give-up delay)
-      (let ((exchange (delay-exchange delay)))
-        (send-reply (exchange-connection exchange) 503 '(("Content-Type" . "text/plain"))
-                    (string-octets (format nil "The application has not responded in time.~%"))
-                    :keep-alive-p nil
-                    :deadline (deadline-after (exchange-timeout exchange)))))))
+    (give-up delay)
+    (setf (exchange-keep-alive-p exchange) nil)
+    (when (eq (exchange-state exchange) :unanswered)
+      (reply exchange 503 '(("Content-Type" . "text/plain"))
+             (string-octets (format nil "The application has not responded in time.~%"))))))
 
 (defun call-for-response (exchange function socket seconds)
   "Call FUNCTION, a response, and wait SECONDS for what it responds, if that comes later."
-  (let ((delay (make-delay exchange)) (done nil))
+  (let ((delay (make-delay exchange)))
     (unwind-protect
          (progn (funcall function (lambda (response) (respond delay response)))
                 (cond ((socket-used-p socket) (serve-socket socket))
                       ((member (exchange-state exchange) '(:unanswered :open))
-                       (await-response delay seconds)))
-                (setf done t))
+                       (await-response delay exchange seconds))))
       ;; Others may still have the responder.
-      (unless done (give-up delay)))))
+      (give-up delay))))
 
 (defun send-response (exchange response socket seconds)
   (etypecase response

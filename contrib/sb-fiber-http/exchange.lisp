@@ -82,9 +82,9 @@ wait for the client."
     (or (null decoder) (not (decoder-done-p decoder)))))
 
 (defun receive-part (exchange)
-  "Receive some octets of the body of the request. Return the vector that they are in, start and end,
-which are equal when the body has ended. The octets are to be used before the next call. Signals
-TIMED-OUT, CONNECTION-LOST and BAD-REQUEST."
+  "Receive some octets of the body of the request. Return the vector that they are in, start and
+end, which are equal when the body has ended. The octets are to be used before the next call.
+Signals TIMED-OUT, CONNECTION-LOST and BAD-REQUEST."
   (when (and (exchange-continue-p exchange) (body-left-p exchange)) (tell-to-continue exchange))
   (let ((connection (exchange-connection exchange)) (decoder (exchange-decoder exchange)))
     (if decoder
@@ -94,8 +94,8 @@ TIMED-OUT, CONNECTION-LOST and BAD-REQUEST."
 (defconstant +most-skipped-octets+ 262144)
 
 (defun skip-body (exchange)
-  "Receive what the handler has not read of the body. Return false if that is too much, or the client
-was not told to send it."
+  "Receive what the handler has not read of the body. Return false if that is too much, or the
+client was not told to send it."
   (let ((decoder (exchange-decoder exchange)))
     (when decoder
       (loop with left of-type fixnum = +most-skipped-octets+
@@ -214,15 +214,9 @@ connection is going to be closed. Signals TIMED-OUT and CONNECTION-LOST."
   (setf (exchange-state exchange) :ended))
 
 (defun take-connection (exchange)
-  "Return the connection of EXCHANGE, which the caller serves from now on, by another protocol. It is
-closed when the handler returns."
+  "Return the connection of EXCHANGE, which the caller serves from now on, by another protocol. It
+is closed when the handler returns."
   (unless (eq (exchange-state exchange) :unanswered) (wrong-state exchange "left to the handler"))
   (setf (exchange-state exchange) :taken
         (exchange-keep-alive-p exchange) nil)
   (exchange-connection exchange))
-
-(defun abandon-reply (exchange)
-  "Nothing is sent to EXCHANGE any more, whatever has been sent yet: the connection is going to be
-closed, by which the client sees that the reply is not whole."
-  (setf (exchange-keep-alive-p exchange) nil
-        (exchange-state exchange) :ended))

@@ -68,8 +68,8 @@ SECONDS. Signals TIMED-OUT and CONNECTION-LOST."
         (t :bad)))
 
 (defun parse-range (value size)
-  "What VALUE, of the field Range, asks for of SIZE octets: start and end; :UNSATISFIABLE; or NIL, if
-it asks for several parts, or is not understood: then the whole is sent."
+  "What VALUE, of the field Range, asks for of SIZE octets: start and end; :UNSATISFIABLE; or NIL,
+if it asks for several parts, or is not understood: then the whole is sent."
   (let ((dash (position #\- value)))
     (when (and dash (eql 6 (mismatch "bytes=" value)) (not (find #\, value)) (> dash 5))
       (let ((first (parse-digits value 6 dash))
@@ -151,10 +151,10 @@ it asks for several parts, or is not understood: then the whole is sent."
                 file start end))))))
 
 (defun reply-with-file (exchange path &key (status 200) (fields '()))
-  "Reply to EXCHANGE with the contents of the file at PATH, and FIELDS, an alist of strings. If STATUS
-is 200, as it is by default, a part of the file is sent if the request asks for one, and nothing if
-it asks for what was modified since. Signals FILE-ERROR if there is no such file, and what REPLY
-does."
+  "Reply to EXCHANGE with the contents of the file at PATH, and FIELDS, an alist of strings. If
+STATUS is 200, as it is by default, a part of the file is sent if the request asks for one, and
+nothing if it asks for what was modified since. Signals FILE-ERROR if there is no such file, and
+what REPLY does."
   (call-with-open-file
    path
    (lambda (file size modified)

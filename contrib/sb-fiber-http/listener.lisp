@@ -35,7 +35,8 @@
           (values 'sb-bsd-sockets:inet6-socket (sb-bsd-sockets:make-inet6-address address))
           (values 'sb-bsd-sockets:inet-socket (sb-bsd-sockets:make-inet-address address)))
     (error ()
-      (error "~S is no address: give a string like \"127.0.0.1\" or \"::1\", or NIL for all." address))))
+      (error "~S is no address: give a string like \"127.0.0.1\" or \"::1\", or NIL for all."
+             address))))
 
 (defun address-string (address)
   "Return ADDRESS, a vector of octets, as a string; NIL if it is not of IPv4 or IPv6."

@@ -209,8 +209,8 @@ DEADLINE."
     (and most (>= (hash-table-count (server-clients server)) most))))
 
 (defun accept-patiently (server listener)
-  "Accept and return a socket, and its peer's address. When there are no descriptors left, say, wait,
-twice as long each time."
+  "Accept and return a socket, and its peer's address. When there are no descriptors left, say,
+wait, twice as long each time."
   (loop for delay = 1/100 then (min +longest-delay+ (* 2 delay))
         do (handler-case
                (let ((socket+peer (multiple-value-list (sb-bsd-sockets:socket-accept
@@ -332,7 +332,8 @@ Time-outs may be NIL. Signals TYPE-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it 
     (unwind-protect
          (multiple-value-prog1
              (start-acceptors
-              (%make-server :handler (coerce handler 'function) :on-error (coerce on-error 'function)
+              (%make-server :handler (coerce handler 'function)
+                            :on-error (coerce on-error 'function)
                             :limits (make-limits :head max-head :line (min 8192 max-head))
                             :most-body (min (or max-body +unlimited+) +unlimited+)
                             :most-connections max-connections :when-full when-full

@@ -8,13 +8,14 @@
 ;;;; more information.
 
 (require :asdf)
-(dolist (name '("sb-fiber-http" "sb-fiber-hunchentoot"))
+(dolist (name '("sb-fiber-http" "sb-fiber-hunchentoot" "clack-handler-sb-fiber"))
   (asdf:load-asd (merge-pathnames (format nil "../../contrib/~A/~:*~A.asd" name)
                                   *load-truename*)))
 (handler-bind ((warning #'muffle-warning))
   (let ((*standard-output* (make-broadcast-stream)))
     ;; An image without fibers can serve from threads.
-    (asdf:load-system #+sb-fiber "sb-fiber-hunchentoot" #-sb-fiber "hunchentoot")))
+    (asdf:load-system #+sb-fiber "sb-fiber-hunchentoot" #-sb-fiber "hunchentoot")
+    #+sb-fiber (asdf:load-system "clack-handler-sb-fiber")))
 
 (defun make-taskmaster (kind carriers)
   (cond ((or (string= kind "fibers") (string= kind "fast"))
@@ -23,7 +24,7 @@
         ((string= kind "threads")
          (make-instance 'hunchentoot:one-thread-per-connection-taskmaster
                         :max-thread-count 20000 :max-accept-count 40000))
-        (t (error "~S is none of fibers, fast and threads." kind))))
+        (t (error "~S is none of fibers, fast, threads, clack and engine." kind))))
 
 (defun acceptor-class (kind)
   (if (string= kind "fast")
@@ -34,7 +35,7 @@
   (setf (hunchentoot:content-type*) "text/plain")
   "Hello, World!")
 
-(defun start-server (port kind carriers)
+(defun start-hunchentoot (port kind carriers)
   (hunchentoot:start
    (make-instance (acceptor-class kind)
                   :address "127.0.0.1" :port port
@@ -42,7 +43,35 @@
                   :access-log-destination nil :message-log-destination nil
                   :taskmaster (make-taskmaster kind carriers))))
 
-(defun stop-server (acceptor) (hunchentoot:stop acceptor))
+;;;; servers without Hunchentoot
+
+#+sb-fiber
+(defun start-clack (port carriers)
+  (clack.handler.sb-fiber:start
+   (lambda (environment)
+     (declare (ignore environment))
+     '(200 (:content-type "text/plain") ("Hello, World!")))
+   :port port :carrier-count carriers :backlog 4096))
+
+#+sb-fiber
+(defun start-engine (port carriers)
+  (let ((fields '(("Content-Type" . "text/plain")))
+        (body (sb-fiber-http:string-octets "Hello, World!")))
+    (sb-fiber-http:start-server
+     (lambda (exchange) (sb-fiber-http:reply exchange 200 fields body))
+     :port port :carrier-count carriers :backlog 4096)))
+
+;;;; all servers
+
+(defun start-server (port kind carriers)
+  (cond #+sb-fiber ((string= kind "clack") (start-clack port carriers))
+        #+sb-fiber ((string= kind "engine") (start-engine port carriers))
+        (t (start-hunchentoot port kind carriers))))
+
+(defun stop-server (server)
+  (if (typep server 'hunchentoot:acceptor)
+      (hunchentoot:stop server)
+      (funcall (uiop:find-symbol* "STOP-SERVER" "SB-FIBER-HTTP") server)))
 
 (defun serve (port kind &optional (carriers (sb-ext:posix-getenv "P")))
   (start-server (parse-integer port) kind (parse-integer carriers))

@@ -38,15 +38,6 @@
      (unwind-protect (progn ,@body)
        (stop-server ,server :drain 0))))
 
-(defun answer-to (place &rest parts)
-  "The reply of the server at PLACE to PARTS, octets, as by READ-REPLY."
-  (with-connection (stream place)
-    (apply #'send-parts stream parts)
-    (read-reply stream)))
-
-(defun ask (place target &rest fields)
-  (answer-to place (apply #'request target fields)))
-
 (defun statistic (server key) (getf (server-statistics server) key))
 
 ;;;; Replies, whole and in parts
@@ -128,7 +119,8 @@
                                         ((string= target "/split")
                                          (reply exchange 200 `(("X" . ,(format nil "a~%b")))
                                                 (string-octets ""))))))
-                              :on-error (lambda (condition) (push (princ-to-string condition) errors)))
+                              :on-error (lambda (condition)
+                                          (push (princ-to-string condition) errors)))
       (is (equal '("HTTP/1.1 500 Internal Server Error"
                    ("Content-Type: text/plain" "Content-Length: 22" "Connection: close")
                    "Internal Server Error
@@ -183,16 +175,6 @@
       (is (equal "97 1 :END 8" (third (read-reply stream)))))))
 
 ;;;; Files
-
-(defun call-with-file (function octets)
-  (let ((path (format nil "~A/sb-fiber-file-~D" (or (sb-ext:posix-getenv "TMPDIR") "/tmp")
-                      (sb-posix:getpid))))
-    (unwind-protect
-         (progn (with-open-file (out path :direction :output :if-exists :supersede
-                                          :element-type '(unsigned-byte 8))
-                  (write-sequence octets out))
-                (funcall function path))
-      (when (probe-file path) (delete-file path)))))
 
 (defun serve-file (path)
   (lambda (exchange)
@@ -282,7 +264,7 @@
     (reply-with exchange "~A" (and peer (sb-fiber-http:address-string (first peer))))))
 
 (test several-places
-  (let ((path (format nil "/tmp/sb-fiber-~D.socket" (sb-posix:getpid))))
+  (let ((path (temporary-path "socket")))
     (with-test-server (server place #'reply-with-peer
                               :listen `((:tcp "127.0.0.1" 0) (:unix ,path)))
       (is (equal '("127.0.0.1" "NIL")
@@ -307,7 +289,7 @@
 ;;; Prevents: a server that does not start since the one before was killed; one that takes the place
 ;;; of another which is alive.
 (test places-in-the-file-system
-  (let ((path (format nil "/tmp/sb-fiber-~D.socket" (sb-posix:getpid))))
+  (let ((path (temporary-path "socket")))
     (let ((socket (make-instance 'sb-bsd-sockets:local-socket :type :stream)))
       (sb-bsd-sockets:socket-bind socket path)
       (sb-bsd-sockets:socket-close socket))

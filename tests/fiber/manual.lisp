@@ -10,7 +10,8 @@
 (in-package "SB-FIBER-TESTS")
 
 (load (merge-pathnames "support/descriptors.lisp" *load-truename*))
-(dolist (system '("sb-fiber-http" "sb-fiber-hunchentoot" "sb-fiber-ssl"))
+(dolist (system '("sb-fiber-http" "sb-fiber-hunchentoot" "sb-fiber-ssl"
+                  "clack-handler-sb-fiber"))
   (asdf:load-asd (merge-pathnames (format nil "../../contrib/~A/~:*~A.asd" system)
                                   *load-truename*)))
 
@@ -258,16 +259,18 @@
 
 ;;;; Other systems
 
+(defun check-answer (port)
+  (usocket:with-client-socket (socket stream "127.0.0.1" port)
+    (format stream "GET / HTTP/1.0~C~C~:*~:*~C~C" #\Return #\Newline)
+    (finish-output stream)
+    (is (eql 0 (search "HTTP/1.1 " (read-line stream))))))
+
 (defun check-server (text variable)
   "Run TEXT, which starts a server, the value of VARIABLE, and ask it for something."
   (let ((server nil) (port (free-port)))
     (run-text (replaced "4242" (format nil "~D :address \"127.0.0.1\"" port) text))
     (setf server (symbol-value (find-symbol variable *example-package*)))
-    (unwind-protect
-         (usocket:with-client-socket (socket stream "127.0.0.1" port)
-           (format stream "GET / HTTP/1.0~C~C~:*~:*~C~C" #\Return #\Newline)
-           (finish-output stream)
-           (is (eql 0 (search "HTTP/1.1 " (read-line stream)))))
+    (unwind-protect (check-answer port)
       (uiop:symbol-call "HUNCHENTOOT" "STOP" server))))
 
 (example hunchentoot "hunchentoot:easy-acceptor"
@@ -275,6 +278,21 @@
 
 (example fast-hunchentoot "hunchentoot:easy-fiber-acceptor"
   (check-server text "*FAST-SERVER*"))
+
+;;; Clack is not here: what it calls is.
+(example clack "(clack:clackup"
+  (is (search ":server :sb-fiber" text))
+  (handler-bind ((warning #'muffle-warning))
+    (let ((*standard-output* (make-broadcast-stream)))
+      (asdf:load-system "clack-handler-sb-fiber")))
+  (is (eq :external (nth-value 1 (find-symbol "RUN" "CLACK.HANDLER.SB-FIBER")))))
+
+(example http-server "(defvar *hello-server*"
+  (let ((port (free-port)) (end (search "(sb-fiber-http:server-statistics" text)))
+    (run-text (replaced "4242" (princ-to-string port) (subseq text 0 end)))
+    (check-answer port)
+    (run-text (subseq text end))
+    (signals usocket:connection-refused-error (check-answer port))))
 
 (example ssl "\"sb-fiber-ssl\""
   (if (asdf:find-system "cl+ssl" nil)

@@ -98,7 +98,7 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 ;;;; closing a descriptor, see fiber/io.lisp
 
 ;;; A thread that was unwound in between would leave a file that is open, and whose users have been
-;;; told that it is closed; or, before CLOSE has noted that it is closed, would have the number closed
+;;; told that it is closed; or, before CLOSE has noted that it is closed, a number that is closed
 ;;; again when it is another file's.
 #-sb-xc-host
 (defmacro closing-descriptor ((fd) &body close)

@@ -45,6 +45,22 @@
                  (3 (rotatef (aref octets i) (aref octets (random (length octets))))))))
     octets))
 
+;;;; files
+
+(defun temporary-path (name)
+  (format nil "~A/sb-fiber-~D-~A" (or (sb-ext:posix-getenv "TMPDIR") "/tmp") (sb-unix:unix-getpid)
+          name))
+
+(defun call-with-file (function octets)
+  "Call FUNCTION with the path, a string, of a file that consists of OCTETS."
+  (let ((path (temporary-path "file")))
+    (unwind-protect
+         (progn (with-open-file (out path :direction :output :if-exists :supersede
+                                          :element-type '(unsigned-byte 8))
+                  (write-sequence octets out))
+                (funcall function path))
+      (when (probe-file path) (delete-file path)))))
+
 ;;;; a client
 
 (defun connect-to (place)
@@ -132,3 +148,12 @@
     (list status
           (remove-if (lambda (field) (eql 0 (search "Date: " field))) fields)
           (octets-string-of body))))
+
+(defun answer-to (place &rest parts)
+  "The reply of the server at PLACE to PARTS, octets, as by READ-REPLY."
+  (with-connection (stream place)
+    (apply #'send-parts stream parts)
+    (read-reply stream)))
+
+(defun ask (place target &rest fields)
+  (answer-to place (apply #'request target fields)))
