@@ -223,16 +223,15 @@ wait, twice as long each time."
 
 (defun refuse-client (server socket)
   (with-server (server) (incf (totals-refused (server-totals server))))
-  (unwind-protect
-       (handler-case
-           (send-reply (make-connection (sb-bsd-sockets:socket-file-descriptor socket))
-                       503 '(("Content-Type" . "text/plain") ("Retry-After" . "1"))
-                       (string-octets (format nil "The server has as many clients as it may.~%"))
-                       :keep-alive-p nil :deadline (deadline-after 0))
-         ((or timed-out connection-lost) ()))
-    (sb-bsd-sockets:socket-close socket :abort t)))
+  (handler-case
+      (send-reply (make-connection (sb-bsd-sockets:socket-file-descriptor socket))
+                  503 '(("Content-Type" . "text/plain") ("Retry-After" . "1"))
+                  (string-octets (format nil "The server has as many clients as it may.~%"))
+                  :keep-alive-p nil :deadline (deadline-after 0))
+    ((or timed-out connection-lost) ())))
 
 (defun start-client (server listener socket peer)
+  "Start a fiber that serves the client at the other end of SOCKET."
   (when (typep socket '(or sb-bsd-sockets:inet-socket sb-bsd-sockets:inet6-socket))
     (setf (sb-bsd-sockets:sockopt-tcp-nodelay socket) t))
   (let* ((connection (make-connection (sb-bsd-sockets:socket-file-descriptor socket)
@@ -240,27 +239,38 @@ wait, twice as long each time."
          (client (make-client connection socket listener peer))
          (fiber (sb-fiber:make-fiber (lambda () (serve-client server client)) :name "HTTP client"))
          (started nil))
-    (with-server (server)
-      (setf (gethash fiber (server-clients server)) client)
-      (incf (totals-accepted (server-totals server))))
     (unwind-protect
-         (progn (sb-fiber:submit-fiber (server-group server) fiber)
+         (progn (with-server (server)
+                  (setf (gethash fiber (server-clients server)) client)
+                  (incf (totals-accepted (server-totals server))))
+                (sb-fiber:submit-fiber (server-group server) fiber)
                 (setf started t))
       (unless started (remove-client server fiber)))))
+
+(defun start-or-refuse-client (server listener socket peer)
+  "Return true if a fiber has been started, which closes SOCKET."
+  (cond ((with-server (server) (full-p server))
+         (refuse-client server socket)
+         nil)
+        (t (handler-case (start-client server listener socket peer)
+             ;; No memory for a stack, say: the others are to be served.
+             (error (condition)
+               (note-error server condition)
+               nil)))))
 
 (defun accept-client (server listener)
   (when (eq (server-when-full server) :wait)
     (await-change server (lambda () (not (full-p server))) nil))
   (multiple-value-bind (socket address port) (accept-patiently server listener)
-    (cond ((with-server (server) (full-p server)) (refuse-client server socket))
-          (t (handler-case (start-client server listener socket (and port (list address port)))
-               ;; No memory for a stack, say: the others are to be served.
-               (error (condition)
-                 (note-error server condition)
-                 (sb-bsd-sockets:socket-close socket :abort t)))))))
+    (let ((started nil))
+      ;; It may be ended where it waits for a lock, too.
+      (unwind-protect
+           (setf started (start-or-refuse-client server listener socket
+                                                 (and port (list address port))))
+        (unless started (sb-bsd-sockets:socket-close socket :abort t))))))
 
-;;; It is ended where it waits, and nowhere else: a socket that has just been accepted is in
-;;; nobody's table yet.
+;;; It is ended where it waits, and nowhere else: a socket that has just been accepted is nobody's
+;;; yet.
 (defun accept-clients (server listener)
   (sb-sys:without-interrupts
     (sb-sys:allow-with-interrupts
