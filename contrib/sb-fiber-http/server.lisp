@@ -430,10 +430,10 @@ Time-outs may be NIL. Signals TYPE-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it 
     (cond ((not (server-own-group-p server)))
           ((and self (gethash self (server-clients server)))
            ;; A handler that waited for its own group would wait for itself.
-           (sb-thread:make-thread (lambda ()
-                                    (sb-fiber:fiber-join self :default nil)
-                                    (sb-fiber:finish-fibers group :abort t))
-                                  :name "finishing of a group of fibers"))
+           (sb-fiber::make-os-thread (lambda ()
+                                       (sb-fiber:fiber-join self :default nil)
+                                       (sb-fiber:finish-fibers group :abort t))
+                                     "finishing of a group of fibers"))
           (t (sb-fiber:finish-fibers group :abort t)))))
 
 (defun begin-draining (server)

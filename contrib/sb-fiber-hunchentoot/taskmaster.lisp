@@ -257,9 +257,9 @@ Hunchentoot asks for them at each request, and each answer is a system call."))
     (cond ((or (null group) (eq group (shared-group taskmaster))))
           ((and self (eq (sb-fiber::fiber-group self) group))
            ;; A handler that waited for its own group would wait for itself.
-           (sb-thread:make-thread (lambda ()
-                                    (fiber-join self :default nil)
-                                    (finish-fibers group :abort t))
-                                  :name "finishing of a group of fibers"))
+           (sb-fiber::make-os-thread (lambda ()
+                                       (fiber-join self :default nil)
+                                       (finish-fibers group :abort t))
+                                     "finishing of a group of fibers"))
           (t
            (finish-fibers group :abort t)))))

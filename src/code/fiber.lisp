@@ -48,7 +48,7 @@
 ;;;;   interrupt      functions that others want a fiber to call
 ;;;;   yield          sleeping, yielding, and what a fiber may spend before it must
 ;;;;   parking     *  the parking lot: which fibers wait for which word
-;;;;   thread         making OS threads, without parking
+;;;;   thread         what MAKE-THREAD does: OS threads, made without parking, or fibers
 ;;;;   mutex          mutexes, which are handed over to fibers that were woken too late
 ;;;;   io             what stands in for the system calls that wait: reading, writing, closing
 ;;;;   select         select and poll of several descriptors

@@ -53,6 +53,13 @@
         until (member x lambda-list-keywords)
         collect x))
 
+(defun parameter-names (parameter)
+  "The names in PARAMETER, which may be a lambda list of a macro, or a parameter with its default."
+  (cond ((symbolp parameter) (list (symbol-name parameter)))
+        ((member (first parameter) lambda-list-keywords)
+         (mapcan #'parameter-names (rest parameter)))
+        (t (parameter-names (first parameter)))))
+
 (defun parameters (symbol)
   "The names of what SYMBOL requires, and may be given by position, by keyword and as a body."
   (let ((list (sb-introspect:function-lambda-list symbol)))
@@ -60,7 +67,7 @@
                                    (part '&optional list)
                                    (part '&body list)
                                    (part '&key list))
-          collect (symbol-name (if (consp parameter) (first parameter) parameter)))))
+          append (parameter-names parameter))))
 
 (defun mentioned-p (word text)
   "Is WORD, as it is written, a word of TEXT?"

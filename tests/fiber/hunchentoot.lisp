@@ -430,3 +430,22 @@ connection has ended."
     (is (refused-p server))
     (hunchentoot:start server)
     (is (says-hello-p server))))
+
+;;;; Without a taskmaster for fibers
+
+;;; What was written for threads is not changed: the taskmaster's threads are fibers.
+(hunchentoot:define-easy-handler (tell-kind :uri "/kind") ()
+  (string-downcase (type-of sb-thread:*current-thread*)))
+
+(test threads-of-stock-taskmasters-as-fibers
+  (with-group (group 2)
+    (let ((server (make-instance 'stock-test-acceptor
+                                 :taskmaster (make-instance
+                                              'hunchentoot:one-thread-per-connection-taskmaster))))
+      (with-threads-as-fibers (:group group) (hunchentoot:start server))
+      (unwind-protect
+           (is (equal (loop repeat 20 collect '(200 "fiber"))
+                      (loop repeat 20
+                            collect (with-client (socket server)
+                                      (multiple-value-list (request socket "/kind"))))))
+        (hunchentoot:stop server)))))

@@ -125,3 +125,60 @@
     (sb-thread:terminate-thread thread)
     (is-true (wait-until (not (sb-thread:thread-alive-p thread))))
     (raise-flag go-on)))
+
+;;;; Fibers in place of threads
+
+(defun kind (&optional (thread sb-thread:*current-thread*))
+  (if (typep thread 'fiber) :fiber :thread))
+
+(test threads-as-fibers
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((thread (with-threads-as-fibers (:group group)
+                      (make-thread (lambda (a b) (values (kind) a b))
+                                   :name "as a thread" :arguments '(1 2)))))
+        (is (eq :fiber (kind thread)))
+        (is (equal "as a thread" (sb-thread:thread-name thread)))
+        (is (equal '(:fiber 1 2) (multiple-value-list (join-thread thread))))
+        (is (eq :thread (join-thread (make-thread #'kind)))))
+      ;; In a fiber the group is known; and what is made so makes fibers, too.
+      (is (eq :fiber
+              (join (spawn (group)
+                      (with-threads-as-fibers ()
+                        (join-thread
+                         (make-thread (lambda () (join-thread (make-thread #'kind)))))))))))))
+
+(test threads-as-fibers-of-the-default-group
+  (signals program-error (with-threads-as-fibers () (make-thread #'list)))
+  (signals type-error (with-threads-as-fibers (:group 1) (make-thread #'list)))
+  (start-fibers nil :carrier-count 1)
+  (unwind-protect (is (eq :fiber (with-threads-as-fibers ()
+                                   (join-thread (make-thread #'kind)))))
+    (finish-fibers t)))
+
+;;; Prevents: what the runtime makes threads for waiting for a fiber's turn.
+(test threads-of-the-runtime-are-none
+  (with-group (group 1)
+    (with-threads-as-fibers (:group group)
+      (is (eq :thread (kind (sb-fiber::make-os-thread #'list "test"))))
+      (is (eq :thread (join (spawn (group) (with-threads-as-fibers () (call-blocking #'kind))))))
+      ;; Its carrier is a thread.
+      (with-group (other 1) (is (eq :ran (join (spawn (other) :ran))))))))
+
+(test threads-of-bordeaux-threads-as-fibers
+  (let ((*standard-output* (make-broadcast-stream)))
+    (asdf:load-system "bordeaux-threads"))
+  (with-group (group 2)
+    (let ((names '()) (lock (make-mutex)))
+      (flet ((note ()
+               (with-mutex (lock)
+                 (push (sb-thread:thread-name sb-thread:*current-thread*) names))
+               (kind)))
+        (is (equal '(:fiber :fiber :fiber)
+                   (mapcar (lambda (thread)
+                             (uiop:symbol-call "BORDEAUX-THREADS" "JOIN-THREAD" thread))
+                           (with-threads-as-fibers (:group group)
+                             (loop for name in '("a" "b" "c")
+                                   collect (uiop:symbol-call "BORDEAUX-THREADS" "MAKE-THREAD"
+                                                             #'note :name name))))))
+        (is (equal '("a" "b" "c") (sort names #'string<)))))))

@@ -30,11 +30,11 @@
     (set-symbol-global-value '*invoke-debugger-hook* #'end-quietly)
     ;; *EXIT-LOCK* stays locked, as always: another thread that calls EXIT comes too late.
     (handler-case
-        (sb-thread:make-thread (lambda ()
-                                 (setf *exit-in-progress* code
-                                       *exit-timeout* timeout)
-                                 (throw 'sb-impl::%end-of-the-world t))
-                               :name "exit")
+        (make-os-thread (lambda ()
+                          (setf *exit-in-progress* code
+                                *exit-timeout* timeout)
+                          (throw 'sb-impl::%end-of-the-world t))
+                        "exit")
       ;; There is nothing to go back to, and no other thread may call EXIT any more.
       (error (condition) (exit-without-thread code condition)))))
 
@@ -42,7 +42,7 @@
   "What the handler of SIGTERM does."
   (if (sb-thread::thread-ephemeral-p *current-thread*)
       (handler-case (with-interrupts ; which unblocks signals, for the new thread as well
-                      (sb-thread:make-thread #'exit :name "exit"))
+                      (make-os-thread #'exit "exit"))
         (error (condition) (exit-without-thread 0 condition)))
       (exit)))
 

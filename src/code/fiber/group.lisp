@@ -104,7 +104,7 @@ interrupts off."
                  (with-local-interrupts (finish)))
                (setf done t))
           (unless (or done *exit-in-progress*)
-            (sb-thread:make-thread #'finish :name "finishing of a group of fibers")))))))
+            (make-os-thread #'finish "finishing of a group of fibers")))))))
 
 (defun carrier-count-argument (count)
   (cond ((null count)

@@ -1,4 +1,5 @@
-;;;; making OS threads: carriers, monitors, threads of the pool, and threads of users
+;;;; making OS threads: carriers, monitors, threads of the pool, and threads of users; or fibers
+;;;; in their place
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -60,13 +61,54 @@ FUNCTION calls ACCEPT-SIGNALS: an interruption could unwind it before it has beg
      (with-signals-blocked
        (sb-thread::make-system-thread name function (list argument) nil)))))
 
+;;;; fibers in place of threads
+
+(defvar *group-of-threads* nil
+  "The group that runs, as fibers, what is made by MAKE-THREAD, or NIL. Fibers that are made so
+inherit it.")
+
+(defun start-as-fiber (name function arguments)
+  (submit-fiber *group-of-threads*
+                (make-fiber function :name name :arguments arguments
+                                     :initial-bindings `((*group-of-threads*
+                                                          . ,*group-of-threads*)))))
+
+(defun group-for-threads (group)
+  "What *GROUP-OF-THREADS* is to be if the user has named GROUP, or NIL."
+  (cond (group (group-argument group))
+        ((in-fiber-p) (fiber-group (truly-the fiber *current-thread*)))
+        (t (group-argument t))))
+
+(defmacro with-threads-as-fibers ((&key group) &body body)
+  "Execute BODY such that SB-THREAD:MAKE-THREAD, called in it, makes fibers, and returns them; they
+do so themselves, too. GROUP, which is evaluated, is the group that runs them: what START-FIBERS
+returned, T for the default group, or NIL, the default, for the group of the fiber that executes
+this, or else the default group. BODY's values are returned.
+
+Code that was written for threads, a server that starts one for each connection, say, has fibers
+like that without being changed. It must not be such that a thread computes for long, or that
+foreign code finds the same OS thread again. Signals what SUBMIT-FIBER does; so does MAKE-THREAD."
+  `(let ((*group-of-threads* (group-for-threads ,group))) ,@body))
+
+;;;; threads of users
+
 ;;; START-THREAD blocks signals before it takes the lock. A fiber would park with them blocked, and
 ;;; go on in an OS thread that has not blocked them: the first OS thread would receive no signal any
 ;;; more, and the new thread, made by the second, would receive signals before it can handle them.
-(defun start-thread (thread function arguments)
+(defun start-os-thread (thread function arguments)
   "What START-THREAD of threads does, with the lock taken first."
   (call-with-make-thread-lock
    (lambda () (sb-thread::start-thread thread function arguments))))
+
+(defun start-thread (thread function arguments)
+  (if (and *group-of-threads* (not (sb-thread::thread-ephemeral-p thread)))
+      (start-as-fiber (sb-thread::thread-%name thread) function arguments)
+      (start-os-thread thread function arguments)))
+
+(defun make-os-thread (function name)
+  "What MAKE-THREAD does if threads are not to be fibers."
+  (let ((*group-of-threads* nil))
+    (sb-thread:make-thread function :name name)))
 
 (defun call-with-make-thread-lock (function)
   (declare (function function))
@@ -79,15 +121,17 @@ FUNCTION calls ACCEPT-SIGNALS: an interruption could unwind it before it has beg
     (when (typep thread 'serious-condition) (error thread))
     thread))
 
+;;;; threads of the runtime
+
 ;;; It is a thread as those of users are, which EXIT ends, and SAVE-LISP-AND-DIE tells of.
 (defun call-in-thread (function)
   "Let a thread of its own call FUNCTION, whose outcome is dropped. The thread is returned."
   (declare (function function))
-  (sb-thread:make-thread (lambda ()
-                           (without-interrupts
-                             (accept-signals)
-                             (with-local-interrupts (ignore-errors (funcall function)))))
-                         :name "fiber warning"))
+  (make-os-thread (lambda ()
+                    (without-interrupts
+                      (accept-signals)
+                      (with-local-interrupts (ignore-errors (funcall function)))))
+                  "fiber warning"))
 
 (defun accept-signals ()
   "Let this thread, in which interrupts are off, be sent signals."
