@@ -14,13 +14,15 @@
          (listener (client-listener (exchange-client exchange)))
          (place (or (cdr (assoc listener places)) (listener-address listener)))
          (environment (environment exchange socket place)))
-    (send-response exchange (funcall application environment) socket response-timeout)))
+    (unwind-protect
+         (send-response exchange (funcall application environment) socket response-timeout)
+      (give-socket-up socket))))
 
 (defun start (application &rest arguments &key (response-timeout 60) &allow-other-keys)
   "Start a server that calls APPLICATION, a function as Clack has it, with an environment for each
 request, in the fiber of its connection; return what SB-FIBER-HTTP:START-SERVER does.
 RESPONSE-TIMEOUT is how many seconds, 60 by default, or NIL, to wait for a response that comes
-later. The other ARGUMENTS are those of START-SERVER."
+later, or for its next part. The other ARGUMENTS are those of START-SERVER."
   (let ((application (coerce application 'function)) (places '()) (server nil))
     (setf server (apply #'start-server
                         (lambda (exchange)
@@ -38,8 +40,8 @@ ADDRESS is a string, PORT an integer, by default 5000; the other ARGUMENTS are t
 others are passed over. If DEBUG is true, errors of APPLICATION enter the debugger."
   (let ((server (apply #'start application
                        :address address :port port
-                       (append (when debug (list :on-error #'invoke-debugger))
-                               (known-arguments arguments)))))
+                       (append (known-arguments arguments)
+                               (when debug (list :on-error #'invoke-debugger))))))
     (unwind-protect (wait-for-server server)
       (stop-server server :drain drain))))
 

@@ -56,7 +56,12 @@ has been told whether its connection is to be closed."
 (defun octets-of-parts (parts)
   (if (and parts (null (rest parts)))
       (octets-of (first parts))
-      (apply #'concatenate 'octets (mapcar #'octets-of parts))))
+      (let* ((parts (mapcar #'octets-of parts))
+             (whole (make-array (reduce #'+ parts :key #'length) :element-type '(unsigned-byte 8)))
+             (end 0))
+        (dolist (part parts whole)
+          (replace whole (the octets part) :start1 end)
+          (incf end (length part))))))
 
 (defun send-whole (exchange status fields body)
   (with-fields ((alist length) fields exchange)
@@ -79,6 +84,7 @@ has been told whether its connection is to be closed."
   (exchange (sb-int:missing-arg) :read-only t)
   (lock (sb-thread:make-mutex :name "delayed response") :read-only t)
   (over (sb-thread:make-semaphore) :read-only t)
+  (parts 0 :type fixnum)                ; how many have come
   (given-up-p nil :type boolean))
 (declaim (sb-ext:freeze-type delay))
 
@@ -97,6 +103,7 @@ has been told whether its connection is to be closed."
 
 (defun write-part (delay part start end close)
   (with-delayed-exchange (exchange delay)
+    (incf (delay-parts delay))
     (when part
       (let ((octets (octets-of (if (or (plusp start) end) (subseq part start end) part))))
         (send-part exchange octets)))
@@ -122,8 +129,15 @@ has been told whether its connection is to be closed."
   (sb-thread:with-mutex ((delay-lock delay))
     (setf (delay-given-up-p delay) t)))
 
+(defun response-ends-p (delay seconds)
+  "Wait until the response of DELAY has ended. Return false if nothing has come for SECONDS."
+  (loop
+    (let ((parts (delay-parts delay)))
+      (cond ((sb-thread:wait-on-semaphore (delay-over delay) :timeout seconds) (return t))
+            ((= parts (delay-parts delay)) (return nil))))))
+
 (defun await-response (delay exchange seconds)
-  (unless (sb-thread:wait-on-semaphore (delay-over delay) :timeout seconds)
+  (unless (response-ends-p delay seconds)
     (give-up delay)
     (setf (exchange-keep-alive-p exchange) nil)
     (when (eq (exchange-state exchange) :unanswered)

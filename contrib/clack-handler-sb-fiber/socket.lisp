@@ -63,46 +63,73 @@
 (defun serve-socket (socket)
   "Call the read callback of SOCKET with all that comes."
   (take-socket socket)
-  (unwind-protect
-       (loop
-         (multiple-value-bind (octets start end) (receive-part (socket-exchange socket))
-           (when (or (= start end) (socket-closed-p socket)) (return))
-           (funcall (socket-read-callback socket) (subseq octets start end))))
-    (setf (socket-closed-p socket) t)))
+  (loop
+    (multiple-value-bind (octets start end) (receive-part (socket-exchange socket))
+      (when (or (= start end) (socket-closed-p socket)) (return))
+      (funcall (socket-read-callback socket) (subseq octets start end)))))
+
+;;; Whoever writes holds the lock: when this has it, nobody does any more, and the descriptor may
+;;; become another client's.
+(defun give-socket-up (socket)
+  "Nothing is written to SOCKET any more, whose connection is going to be closed, or to be used for
+another request."
+  (let ((exchange (socket-exchange socket)))
+    (when (eq (exchange-state exchange) :taken) (shut-down (exchange-connection exchange)))
+    (sb-thread:with-recursive-lock ((socket-lock socket))
+      (setf (socket-closed-p socket) t))))
 
 ;;;; Clack's protocol
+
+;;; Its package is there only if Clack is, and what was compiled with it may be loaded without: the
+;;; methods are made when this is loaded.
 
 (defun call-back (callback)
   (when callback (funcall callback)))
 
-(macrolet ((define-protocol (&body methods)
-             ;; Its package is there only if Clack is.
-             (when (find-package "CLACK.SOCKET")
-               `(progn
-                  ,@(loop for (name lambda-list . body) in methods
-                          collect
-                          (flet ((clack-name (name) (intern name "CLACK.SOCKET")))
-                            `(defmethod ,(if (consp name)
-                                             (list 'setf (clack-name (second name)))
-                                             (clack-name name))
-                                 ,lambda-list
-                               ,@body)))))))
-  (define-protocol
-    ("SOCKET-ASYNC-P" ((socket client-socket)) nil)
-    ("READ-CALLBACK" ((socket client-socket)) (socket-read-callback socket))
-    (("SETF" "READ-CALLBACK") (callback (socket client-socket))
-     (setf (socket-read-callback socket) callback))
-    ("CLOSE-SOCKET" ((socket client-socket)) (end-socket socket))
-    ("WRITE-SEQUENCE-TO-SOCKET" ((socket client-socket) data &key callback)
-     (write-octets socket data)
-     (call-back callback))
-    ("WRITE-BYTE-TO-SOCKET" ((socket client-socket) byte &key callback)
-     (write-octets socket (vector byte))
-     (call-back callback))
-    ("WRITE-SEQUENCE-TO-SOCKET-BUFFER" ((socket client-socket) data)
-     (buffer-octets socket data))
-    ("WRITE-BYTE-TO-SOCKET-BUFFER" ((socket client-socket) byte)
-     (buffer-octets socket (vector byte)))
-    ("FLUSH-SOCKET-BUFFER" ((socket client-socket) &key callback)
-     (flush-octets socket)
-     (call-back callback))))
+(defun write-and-call-back (socket octets &key callback)
+  (write-octets socket octets)
+  (call-back callback))
+
+(defun flush-and-call-back (socket &key callback)
+  (flush-octets socket)
+  (call-back callback))
+
+(defparameter *protocol*
+  `(("SOCKET-ASYNC-P" (socket) ,(constantly nil))
+    ("READ-CALLBACK" (socket) socket-read-callback)
+    ((setf "READ-CALLBACK") (callback socket)
+     ,(lambda (callback socket) (setf (socket-read-callback socket) callback)))
+    ("CLOSE-SOCKET" (socket) end-socket)
+    ("WRITE-SEQUENCE-TO-SOCKET" (socket data &key callback) write-and-call-back)
+    ("WRITE-BYTE-TO-SOCKET" (socket byte &key callback)
+     ,(lambda (socket byte &rest arguments)
+        (apply #'write-and-call-back socket (vector byte) arguments)))
+    ("WRITE-SEQUENCE-TO-SOCKET-BUFFER" (socket data) buffer-octets)
+    ("WRITE-BYTE-TO-SOCKET-BUFFER" (socket byte)
+     ,(lambda (socket byte) (buffer-octets socket (vector byte))))
+    ("FLUSH-SOCKET-BUFFER" (socket &key callback) flush-and-call-back))
+  "For each function of Clack's package its name, its parameters, and what does it.")
+
+(defun specializers (lambda-list)
+  (loop for parameter in lambda-list
+        until (eq parameter '&key)
+        collect (find-class (if (eq parameter 'socket) 'client-socket t))))
+
+(defun define-method (name lambda-list function)
+  (add-method (fdefinition name)
+              (make-instance 'standard-method
+                             :qualifiers '() :lambda-list lambda-list
+                             :specializers (specializers lambda-list)
+                             :function (lambda (arguments next-methods)
+                                         (declare (ignore next-methods))
+                                         (apply function arguments)))))
+
+(defun define-protocol ()
+  (flet ((clack-name (name) (intern name "CLACK.SOCKET")))
+    (loop for (name lambda-list function) in *protocol*
+          do (define-method (if (consp name)
+                                (list 'setf (clack-name (second name)))
+                                (clack-name name))
+               lambda-list function))))
+
+(when (find-package "CLACK.SOCKET") (define-protocol))

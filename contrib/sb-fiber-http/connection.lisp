@@ -219,9 +219,25 @@ BAD-REQUEST. The octets are to be used before the next call."
 
 ;;;; sending
 
+(defconstant +f-getfl+ 3)               ; of Linux
+(defconstant +f-setfl+ 4)
+(defconstant +o-nonblock+ #o4000)
+
+(defun control-descriptor (fd command argument)
+  (sb-alien:alien-funcall
+   (sb-alien:extern-alien "fcntl" (function sb-alien:int sb-alien:int sb-alien:int sb-alien:int))
+   fd command argument))
+
+(defun make-nonblocking (connection)
+  (let* ((fd (connection-fd connection)) (flags (control-descriptor fd +f-getfl+ 0)))
+    (unless (logtest flags +o-nonblock+)
+      (control-descriptor fd +f-setfl+ (logior flags +o-nonblock+)))))
+
 (defun send-octets (connection octets start end deadline)
   "Send OCTETS from START to END to the client. Signals TIMED-OUT at DEADLINE, and CONNECTION-LOST."
   (declare (type octets octets) (type index start end))
+  ;; Where this cannot park it would wait without a deadline.
+  (unless (sb-fiber:fiber-can-park-p) (make-nonblocking connection))
   (loop while (< start end)
         do (multiple-value-bind (n errno)
                (sb-fiber::unix-write-now (connection-fd connection) octets start (- end start))

@@ -33,16 +33,14 @@
 (defstruct (exchange (:constructor make-exchange
                          (connection head &key (most-body +unlimited+) timeout client
                                                (keep-alive-p (head-keep-alive-p head))
-                          &aux (decoder (unless (upgrade-without-body-p head)
-                                          (make-decoder head most-body)))
+                          &aux (decoder (make-decoder head most-body))
                                (continue-p (head-expects-continue-p head))))
                      (:copier nil))
   "A request, whose HEAD has been received, and its reply. TIMEOUT, in seconds or NIL, is for each
 wait for the client."
   (connection (sb-int:missing-arg) :type connection :read-only t)
   (head (sb-int:missing-arg) :type head :read-only t)
-  ;; NIL if whatever comes behind the head is the handler's
-  (decoder nil :type (or null decoder) :read-only t)
+  (decoder (sb-int:missing-arg) :type decoder :read-only t)
   (timeout nil :type (or null (real 0)) :read-only t)
   ;; what the server knows of the client, a CLIENT
   (client nil :read-only t)
@@ -77,19 +75,21 @@ wait for the client."
                  (exchange-deadline exchange))))
 
 (defun body-left-p (exchange)
-  "Has the body of the request of EXCHANGE not been received to its end?"
-  (let ((decoder (exchange-decoder exchange)))
-    (or (null decoder) (not (decoder-done-p decoder)))))
+  "Has the body of the request of EXCHANGE, or what came by a connection that was taken, not been
+received to its end?"
+  (or (eq (exchange-state exchange) :taken)
+      (not (decoder-done-p (exchange-decoder exchange)))))
 
 (defun receive-part (exchange)
   "Receive some octets of the body of the request. Return the vector that they are in, start and
 end, which are equal when the body has ended. The octets are to be used before the next call.
-Signals TIMED-OUT, CONNECTION-LOST and BAD-REQUEST."
-  (when (and (exchange-continue-p exchange) (body-left-p exchange)) (tell-to-continue exchange))
+Signals TIMED-OUT, CONNECTION-LOST and BAD-REQUEST. If the connection was taken, this is whatever comes."
   (let ((connection (exchange-connection exchange)) (decoder (exchange-decoder exchange)))
-    (if decoder
-        (receive-body connection decoder (exchange-deadline exchange))
-        (receive-anything connection nil))))
+    (cond ((eq (exchange-state exchange) :taken) (receive-anything connection nil))
+          (t (when (and (exchange-continue-p exchange) (body-left-p exchange)
+                        (eq (exchange-state exchange) :unanswered))
+               (tell-to-continue exchange))
+             (receive-body connection decoder (exchange-deadline exchange))))))
 
 (defconstant +most-skipped-octets+ 262144)
 
@@ -97,7 +97,7 @@ Signals TIMED-OUT, CONNECTION-LOST and BAD-REQUEST."
   "Receive what the handler has not read of the body. Return false if that is too much, or the
 client was not told to send it."
   (let ((decoder (exchange-decoder exchange)))
-    (when decoder
+    (unless (eq (exchange-state exchange) :taken)
       (loop with left of-type fixnum = +most-skipped-octets+
             while (and (body-left-p exchange) (plusp left)
                        (not (decoder-failed-p decoder)) (not (exchange-continue-p exchange)))
@@ -110,6 +110,15 @@ client was not told to send it."
 
 ;;;; whole replies
 
+;;; After a part of a message the client must not take what is sent next for the rest.
+(defmacro sending ((exchange) &body body)
+  "Execute BODY, which sends something. If it is unwound the connection of EXCHANGE is going to be
+closed."
+  (sb-int:with-unique-names (keep-alive-p)
+    `(let ((,keep-alive-p (shiftf (exchange-keep-alive-p ,exchange) nil)))
+       (multiple-value-prog1 (progn ,@body)
+         (setf (exchange-keep-alive-p ,exchange) ,keep-alive-p)))))
+
 (defun head-only-p (exchange)
   "Does the request ask for the head of the reply only?"
   (let ((head (exchange-head exchange)))
@@ -121,12 +130,15 @@ fields of length, connection and, if it is not among FIELDS, date are added. Sig
 CONNECTION-LOST; and an error if a field has characters that it must not have, or if there is a
 reply already."
   (unless (eq (exchange-state exchange) :unanswered) (wrong-state exchange "sent"))
-  (setf (exchange-status exchange) status)
-  (send-reply (exchange-connection exchange) status fields body
-              :head-only-p (head-only-p exchange)
-              :keep-alive-p (exchange-keep-alive-p exchange)
-              :deadline (exchange-deadline exchange))
-  (setf (exchange-state exchange) :ended))
+  (let ((length (and (body-allowed-p status) (length body))))
+    (with-output (output)
+      (put-head output status fields length (exchange-keep-alive-p exchange))
+      (setf (exchange-status exchange) status
+            (exchange-state exchange) :ended)
+      (sending (exchange)
+        (send-output (exchange-connection exchange) output body
+                     (if (head-only-p exchange) 0 (or length 0))
+                     (exchange-deadline exchange))))))
 
 ;;;; replies in parts
 
@@ -159,8 +171,9 @@ Signals what REPLY does."
             (exchange-framing exchange) framing
             (exchange-left exchange) (or length 0)
             (exchange-state exchange) :open)
-      (send-output (exchange-connection exchange) output (output-octets output) 0
-                   (exchange-deadline exchange)))))
+      (sending (exchange)
+        (send-output (exchange-connection exchange) output (output-octets output) 0
+                     (exchange-deadline exchange))))))
 
 (defun put-chunk-size (output size)
   (put-string output (string-downcase (write-to-string size :base 16 :radix nil :pretty nil))
@@ -186,15 +199,13 @@ Signals what REPLY does."
 CONNECTION-LOST, and an error if the head announced fewer octets."
   (declare (type octets octets) (type index start end))
   (unless (eq (exchange-state exchange) :open) (wrong-state exchange "continued"))
-  (when (< start end)
-    (ecase (exchange-framing exchange)
-      (:none)
-      (:chunked (send-chunk exchange octets start end))
-      (:close (send-octets (exchange-connection exchange) octets start end
-                           (exchange-deadline exchange)))
-      (:length (count-part exchange (- end start))
-       (send-octets (exchange-connection exchange) octets start end
-                    (exchange-deadline exchange))))))
+  (when (and (< start end) (not (eq (exchange-framing exchange) :none)))
+    (when (eq (exchange-framing exchange) :length) (count-part exchange (- end start)))
+    (sending (exchange)
+      (if (eq (exchange-framing exchange) :chunked)
+          (send-chunk exchange octets start end)
+          (send-octets (exchange-connection exchange) octets start end
+                       (exchange-deadline exchange))))))
 
 (defun count-part (exchange n)
   (when (> n (exchange-left exchange))
@@ -208,8 +219,9 @@ connection is going to be closed. Signals TIMED-OUT and CONNECTION-LOST."
   (case (exchange-framing exchange)
     (:chunked (let ((end (load-time-value
                           (string-octets (format nil "0~C~C~:*~:*~C~C" #\Return #\Newline)) t)))
-                (send-octets (exchange-connection exchange) end 0 (length (the octets end))
-                             (exchange-deadline exchange))))
+                (sending (exchange)
+                  (send-octets (exchange-connection exchange) end 0 (length (the octets end))
+                               (exchange-deadline exchange)))))
     (:length (when (plusp (exchange-left exchange)) (setf (exchange-keep-alive-p exchange) nil))))
   (setf (exchange-state exchange) :ended))
 

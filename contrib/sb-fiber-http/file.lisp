@@ -13,22 +13,9 @@
 ;;; That call has no flag by which it does not wait: the socket is made non-blocking first, and
 ;;; stays so, which nothing else here minds.
 
-(defconstant +f-getfl+ 3)               ; of Linux
-(defconstant +f-setfl+ 4)
-(defconstant +o-nonblock+ #o4000)
 ;;; A piece at a time, each of which the client must take in time; and the disk is not waited for
 ;;; by one call for as long as the whole file takes.
 (defconstant +file-piece+ (expt 2 18))
-
-(defun control-descriptor (fd command argument)
-  (sb-alien:alien-funcall
-   (sb-alien:extern-alien "fcntl" (function sb-alien:int sb-alien:int sb-alien:int sb-alien:int))
-   fd command argument))
-
-(defun make-nonblocking (connection)
-  (let* ((fd (connection-fd connection)) (flags (control-descriptor fd +f-getfl+ 0)))
-    (unless (logtest flags +o-nonblock+)
-      (control-descriptor fd +f-setfl+ (logior flags +o-nonblock+)))))
 
 (defun send-piece (connection file offset count)
   "Have the kernel send COUNT octets of FILE, a descriptor, from OFFSET on. Return how many it has
@@ -128,7 +115,8 @@ if it asks for several parts, or is not understood: then the whole is sent."
 (defun send-part-of-file (exchange status fields file start end)
   (begin-reply exchange status fields :length (- end start))
   (unless (eq (exchange-framing exchange) :none)
-    (send-file (exchange-connection exchange) file start end (exchange-timeout exchange))
+    (sending (exchange)
+      (send-file (exchange-connection exchange) file start end (exchange-timeout exchange)))
     (setf (exchange-left exchange) 0))
   (end-reply exchange))
 

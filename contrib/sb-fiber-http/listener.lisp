@@ -50,12 +50,12 @@
 (defconstant +so-reuseport+ 15)         ; of Linux
 (defconstant +so-domain+ 39)
 
-(defun socket-option (socket option)
+(defun socket-option (fd option)
   (sb-alien:with-alien ((value sb-alien:int 0) (size (sb-alien:unsigned 32) 4))
     (sb-alien:alien-funcall
      (sb-alien:extern-alien "getsockopt" (function sb-alien:int sb-alien:int sb-alien:int
                                                    sb-alien:int (* t) (* t)))
-     (sb-bsd-sockets:socket-file-descriptor socket) sb-bsd-sockets-internal::sol-socket option
+     fd sb-bsd-sockets-internal::sol-socket option
      (sb-alien:addr value) (sb-alien:addr size))
     value))
 
@@ -77,8 +77,17 @@
       (when shared-p (share-port socket))
       (values socket (list address port)))))
 
+(defun socket-p (path)
+  "Is there a socket at PATH?"
+  (multiple-value-bind (ok device inode mode) (sb-unix:unix-lstat path)
+    (declare (ignore device inode))
+    (and ok (= #o140000 (logand mode #o170000)))))
+
 (defun remove-stale-socket (path)
   "Remove the socket at PATH if nobody listens there."
+  (when (socket-p path) (remove-socket-unless-used path)))
+
+(defun remove-socket-unless-used (path)
   (let ((socket (make-instance 'sb-bsd-sockets:local-socket :type :stream)))
     (unwind-protect
          (handler-case (sb-bsd-sockets:socket-connect socket path)
@@ -92,9 +101,7 @@
     (values (make-instance 'sb-bsd-sockets:local-socket :type :stream) (list path))))
 
 (defun inherited-socket (fd)
-  (let ((domain (socket-option (make-instance 'sb-bsd-sockets:local-socket :type :stream
-                                                                           :descriptor fd)
-                               +so-domain+)))
+  (let ((domain (socket-option fd +so-domain+)))
     (make-instance (cond ((= domain sb-bsd-sockets-internal::af-inet) 'sb-bsd-sockets:inet-socket)
                          ((= domain sb-bsd-sockets-internal::af-inet6)
                           'sb-bsd-sockets:inet6-socket)
@@ -130,7 +137,8 @@ use."
 (defun close-listener (listener)
   (let ((place (listener-place listener)))
     (when (eq (first place) :unix)
-      (sb-unix:unix-unlink (sb-ext:native-namestring (second place))))
+      (let ((path (sb-ext:native-namestring (second place))))
+        (when (socket-p path) (sb-unix:unix-unlink path))))
     (sb-bsd-sockets:socket-close (listener-socket listener))))
 
 (defun listener-address (listener)

@@ -119,9 +119,22 @@ DEADLINE."
           (add-to-totals server client)
           (sb-thread:condition-broadcast (server-changed server)))))))
 
+(defun count-error (server)
+  (sb-ext:atomic-incf (totals-errors (server-totals server))))
+
 (defun note-error (server condition)
-  (sb-ext:atomic-incf (totals-errors (server-totals server)))
+  (count-error server)
   (funcall (server-on-error server) condition))
+
+(defun log-error (condition)
+  "Tell *ERROR-OUTPUT* of CONDITION, which a handler signalled."
+  (format *error-output* "~&SB-FIBER-HTTP: ~A~%" condition)
+  (finish-output *error-output*))
+
+;;; ON-ERROR may be a debugger: meanwhile nobody would be served.
+(defun note-server-error (server condition)
+  (count-error server)
+  (ignore-errors (log-error condition)))
 
 ;;;; requests
 
@@ -137,14 +150,20 @@ DEADLINE."
          (load-time-value (string-octets (format nil "Internal Server Error~%")) t)))
 
 (defun call-handler (server exchange)
-  "Call the handler of SERVER. Return false if it ended with an error that is not the client's."
+  "Call the handler of SERVER."
   (block handler
-    (handler-bind ((error (lambda (condition)
-                            (unless (typep condition '(or timed-out connection-lost bad-request))
-                              (note-error server condition)
-                              (return-from handler nil)))))
-      (funcall (server-handler server) exchange)
-      t)))
+    (note-error server
+                (block exhausted
+                  (handler-bind ((error (lambda (condition)
+                                          (unless (typep condition '(or timed-out connection-lost
+                                                                     bad-request))
+                                            (note-error server condition)
+                                            (return-from handler))))
+                                 ;; There may be no room for more than leaving.
+                                 (storage-condition (lambda (condition)
+                                                      (return-from exhausted condition))))
+                    (funcall (server-handler server) exchange)
+                    (return-from handler))))))
 
 (defun refuse-in-exchange (server exchange condition)
   (setf (exchange-keep-alive-p exchange) nil)
@@ -154,7 +173,8 @@ DEADLINE."
 
 (defun serve-exchange (server exchange)
   (handler-case
-      (case (progn (call-handler server exchange) (exchange-state exchange))
+      (case (progn (call-handler server exchange)
+                   (exchange-state exchange))
         (:unanswered (reply-with-error exchange))
         ;; Nobody knows whether the body is whole: the client must see that it is not.
         (:open (setf (exchange-keep-alive-p exchange) nil)))
@@ -218,7 +238,7 @@ wait, twice as long each time."
                  (when (first socket+peer) (return (values-list socket+peer))))
              (sb-bsd-sockets:bad-file-descriptor-error (condition) (error condition))
              (sb-bsd-sockets:socket-error (condition)
-               (note-error server condition)
+               (note-server-error server condition)
                (sb-fiber:fiber-sleep delay)))))
 
 (defun refuse-client (server socket)
@@ -228,37 +248,57 @@ wait, twice as long each time."
                   503 '(("Content-Type" . "text/plain") ("Retry-After" . "1"))
                   (string-octets (format nil "The server has as many clients as it may.~%"))
                   :keep-alive-p nil :deadline (deadline-after 0))
-    ((or timed-out connection-lost) ())))
+    ((or timed-out connection-lost) ()))
+  nil)
 
-(defun start-client (server listener socket peer)
-  "Start a fiber that serves the client at the other end of SOCKET."
+(defun enter-client (server fiber client)
+  "Enter CLIENT in SERVER, whose lock is held, unless there are as many as may be."
+  (unless (full-p server)
+    (incf (totals-accepted (server-totals server)))
+    (setf (gethash fiber (server-clients server)) client)))
+
+(defun enter-client-when-allowed (server fiber client)
+  (flet ((enter () (enter-client server fiber client)))
+    (ecase (server-when-full server)
+      (:wait (await-change server #'enter nil))
+      (:refuse (with-server (server) (enter))))))
+
+(defun start-client (server client)
+  "Start a fiber that serves CLIENT, and return true; return false if there are too many."
+  (let ((fiber (sb-fiber:make-fiber (lambda () (serve-client server client)) :name "HTTP client"))
+        (started nil))
+    (unwind-protect
+         (when (enter-client-when-allowed server fiber client)
+           (sb-fiber:submit-fiber (server-group server) fiber)
+           (setf started t))
+      (unless started (remove-client server fiber)))))
+
+(defun make-client-of-socket (server listener socket peer)
   (when (typep socket '(or sb-bsd-sockets:inet-socket sb-bsd-sockets:inet6-socket))
     (setf (sb-bsd-sockets:sockopt-tcp-nodelay socket) t))
-  (let* ((connection (make-connection (sb-bsd-sockets:socket-file-descriptor socket)
-                                      :limits (server-limits server)))
-         (client (make-client connection socket listener peer))
-         (fiber (sb-fiber:make-fiber (lambda () (serve-client server client)) :name "HTTP client"))
-         (started nil))
-    (unwind-protect
-         (progn (with-server (server)
-                  (setf (gethash fiber (server-clients server)) client)
-                  (incf (totals-accepted (server-totals server))))
-                (sb-fiber:submit-fiber (server-group server) fiber)
-                (setf started t))
-      (unless started (remove-client server fiber)))))
+  (make-client (make-connection (sb-bsd-sockets:socket-file-descriptor socket)
+                                :limits (server-limits server))
+               socket listener peer))
 
 (defun start-or-refuse-client (server listener socket peer)
   "Return true if a fiber has been started, which closes SOCKET."
-  (cond ((with-server (server) (full-p server))
-         (refuse-client server socket)
-         nil)
-        (t (handler-case (start-client server listener socket peer)
-             ;; No memory for a stack, say: the others are to be served.
-             (error (condition)
-               (note-error server condition)
-               nil)))))
+  (handler-case (or (start-client server (make-client-of-socket server listener socket peer))
+                    (refuse-client server socket))
+    ;; No memory for a stack, say: the others are to be served.
+    ((or error storage-condition) (condition)
+      (note-server-error server condition)
+      nil)))
+
+;;; A fiber that has lost its stack has run no cleanup.
+(defun remove-dead-clients (server)
+  (dolist (fiber (with-server (server)
+                   (loop for fiber being the hash-keys of (server-clients server)
+                         when (member (sb-fiber:fiber-state fiber) '(:finished :aborted))
+                           collect fiber)))
+    (remove-client server fiber)))
 
 (defun accept-client (server listener)
+  (when (with-server (server) (full-p server)) (remove-dead-clients server))
   (when (eq (server-when-full server) :wait)
     (await-change server (lambda () (not (full-p server))) nil))
   (multiple-value-bind (socket address port) (accept-patiently server listener)
@@ -277,11 +317,6 @@ wait, twice as long each time."
       (loop (accept-client server listener)))))
 
 ;;;; starting
-
-(defun log-error (condition)
-  "Tell *ERROR-OUTPUT* of CONDITION, which a handler signalled."
-  (format *error-output* "~&SB-FIBER-HTTP: ~A~%" condition)
-  (finish-output *error-output*))
 
 (defun check-place (place)
   (unless (typep place 'place)
@@ -315,7 +350,7 @@ wait, twice as long each time."
   "Start a server that calls HANDLER, a function, with an EXCHANGE for each request, in the fiber of
 the connection that it came by; and return the SERVER. HANDLER must REPLY, or BEGIN-REPLY and
 END-REPLY, or TAKE-CONNECTION; the client gets status 500 if it has not, or if it has signalled an
-error, with which ON-ERROR is called first. The other arguments are
+error, with which ON-ERROR is called first, or a STORAGE-CONDITION. The other arguments are
   :ADDRESS          where to listen: a string with an address of IPv4 or IPv6, or NIL for all
                     addresses of IPv4; \"127.0.0.1\" by default;
   :PORT             an integer, 8080 by default; 0 lets the kernel choose one;
@@ -413,17 +448,18 @@ Time-outs may be NIL. Signals TYPE-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it 
           when (and (not (eq fiber (sb-fiber:current-fiber))) (funcall test client))
             collect fiber)))
 
+(defun end-clients (server fibers)
+  (end-fibers fibers)
+  ;; Those that have not begun, or were ended in their last moments.
+  (dolist (fiber fibers) (remove-client server fiber)))
+
 (defun end-idle-clients (server)
-  (end-fibers (other-clients server (lambda (client) (client-becomes-p client :idle :ending)))))
+  (end-clients server
+               (other-clients server (lambda (client) (client-becomes-p client :idle :ending)))))
 
 (defun others-gone-p (server)
   (let ((clients (server-clients server)))
     (= (hash-table-count clients) (if (gethash (sb-fiber:current-fiber) clients) 1 0))))
-
-(defun end-all-clients (server)
-  (let ((fibers (other-clients server)))
-    (end-fibers fibers)
-    (dolist (fiber fibers) (remove-client server fiber))))
 
 (defun finish-own-group (server)
   (let ((group (server-group server)) (self (sb-fiber:current-fiber)))
@@ -442,23 +478,29 @@ Time-outs may be NIL. Signals TYPE-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it 
     (when (eq (server-state server) :running)
       (setf (server-state server) :draining))))
 
+(defun drain (server deadline)
+  "Wait until DEADLINE for the clients of SERVER. Return true if they are gone."
+  (end-fibers (server-acceptors server))
+  (mapc #'close-listener (server-listeners server))
+  (remove-dead-clients server)
+  (end-idle-clients server)
+  (await-change server (lambda () (others-gone-p server)) deadline))
+
+(defun end-server (server)
+  (end-clients server (other-clients server))
+  (finish-own-group server)
+  (with-server (server)
+    (setf (server-state server) :stopped)
+    (sb-thread:condition-broadcast (server-changed server))))
+
 (defun stop-server (server &key (drain 10))
   "Stop SERVER. It accepts no connection any more, closes those that wait for a request, and waits
 DRAIN seconds at most, 10 by default, for the requests in progress; then it ends their fibers.
 Returns true if none had to be ended like that; and NIL, without waiting, if SERVER is being stopped
 already. A handler may call this: its own request is not waited for."
   (when (begin-draining server)
-    (end-fibers (server-acceptors server))
-    (mapc #'close-listener (server-listeners server))
-    (end-idle-clients server)
-    (let ((drained-p (await-change server (lambda () (others-gone-p server))
-                                   (deadline-after drain))))
-      (end-all-clients server)
-      (finish-own-group server)
-      (with-server (server)
-        (setf (server-state server) :stopped)
-        (sb-thread:condition-broadcast (server-changed server)))
-      drained-p)))
+    (unwind-protect (drain server (deadline-after drain))
+      (end-server server))))
 
 (defun wait-for-server (server)
   "Wait until SERVER has been stopped. Returns NIL."

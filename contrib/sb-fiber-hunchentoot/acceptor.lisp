@@ -134,6 +134,8 @@ stay."))
                                  :most-body (min (or (max-body acceptor) +unlimited+) +unlimited+)
                                  :timeout (hunchentoot:acceptor-read-timeout acceptor))))
     (read-another-body stream exchange)
+    ;; If the handler answers that by 101, what comes next is its own.
+    (when (upgrade-without-body-p head) (take-connection exchange))
     (hunchentoot::with-acceptor-request-count-incremented (acceptor)
       (hunchentoot:process-request (make-request acceptor socket head stream)))
     (end-output stream)

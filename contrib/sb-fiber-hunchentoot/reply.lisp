@@ -99,7 +99,7 @@
 (defun keep-alive-p (acceptor request)
   (and (hunchentoot:acceptor-persistent-connections-p acceptor)
        ;; What follows a request to upgrade may be anything.
-       (exchange-decoder (stream-exchange hunchentoot::*hunchentoot-stream*))
+       (not (eq :taken (exchange-state (stream-exchange hunchentoot::*hunchentoot-stream*))))
        (head-keep-alive-p (request-head request))))
 
 (defun set-fields (acceptor request reply contents format)

@@ -33,8 +33,7 @@
                 *load-truename*))
 (handler-bind ((warning #'muffle-warning))
   (let ((*standard-output* (make-broadcast-stream)))
-    ;; Whatever is in the cache may have been compiled without the package.
-    (asdf:load-system "clack-handler-sb-fiber" :force t)))
+    (asdf:load-system "clack-handler-sb-fiber")))
 
 (def-suite* clack)
 
@@ -301,9 +300,54 @@
                        (setf port (getf environment :server-port))
                        '(200 () ("served")))
                      :listen (list place) :debug nil :use-default-middlewares nil)))))
-    (wait-until (probe-file path))
-    (is (equal "served" (third (ask place "/"))))
+    (is (equal "served" (wait-until (handler-case (third (ask place "/"))
+                                      (sb-bsd-sockets:socket-error () nil)))))
     (is (= 80 port))
     (sb-thread:terminate-thread thread)
     (join-thread thread :default nil)
     (is (null (probe-file path)))))
+
+(test large-lists-of-strings
+  (is (equal (make-string 40000 :initial-element #\a)
+             (third (answer-with (list 200 '() (loop repeat 40000 collect "a")))))))
+
+;;; Prevents: what one client is sent getting to another, whose descriptor has the same number.
+(test sockets-of-clients-that-are-gone
+  (let ((old nil))
+    (with-application (place (lambda (environment)
+                               (let ((socket (getf environment :clack.io)))
+                                 (if (path-p "/old" environment)
+                                     (progn (setf old socket) '(200 () ("old")))
+                                     (progn (clack.socket:write-sequence-to-socket
+                                             old (string-octets "stray"))
+                                            (clack.socket:close-socket old)
+                                            '(200 () ("new")))))))
+      (with-connection (stream place)
+        (send-parts stream (request "/old"))
+        (is (equal "old" (third (read-reply stream))))
+        (send-parts stream (request "/new"))
+        (is (equal "new" (third (read-reply stream))))))))
+
+;;; Prevents: a fiber, and the server that is stopped, waiting for a thread that waits for ever for a
+;;; client that does not read.
+(test writers-in-threads-have-deadlines
+  (let* ((ended (make-flag)) (outcome nil)
+         (application
+          (lambda (environment)
+            (declare (ignore environment))
+            (lambda (responder)
+              (make-thread
+               (lambda ()
+                 (setf outcome
+                       (handler-case
+                           (loop with writer = (funcall responder '(200 ()))
+                                 with part = (make-array 1000000 :element-type '(unsigned-byte 8))
+                                 repeat 100 do (funcall writer part)
+                                 finally (return :sent))
+                         (error (condition) (type-of condition))))
+                 (raise-flag ended)))))))
+    (with-application (place application :timeout 1/10)
+      (with-connection (stream place)
+        (send-parts stream (request "/"))
+        (is-true (wait-until (flag-value ended)))
+        (is (eq 'sb-fiber-http:timed-out outcome))))))

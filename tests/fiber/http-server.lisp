@@ -174,6 +174,65 @@
       (send-parts stream (string-octets "ab"))
       (is (equal "97 1 :END 8" (third (read-reply stream)))))))
 
+;;; Prevents: bodies without limits, and connections that are closed, for clients that would like
+;;; another protocol.
+(test upgrades-that-nobody-wants
+  (with-test-server (server place
+                            (lambda (exchange)
+                              (reply-with exchange "~S"
+                                          (read-byte (sb-fiber-http:make-body-stream exchange)
+                                                     nil :end))))
+    (with-connection (stream place)
+      (loop repeat 2
+            do (send-parts stream (request "/" "Connection: Upgrade" "Upgrade: h2c"))
+               (is (equal ":END" (third (read-reply stream))))))))
+
+;;; Prevents: an interim reply in the midst of another.
+(test bodies-that-are-read-after-the-reply-began
+  (with-test-server (server place
+                            (lambda (exchange)
+                              (begin-reply exchange 200 *text*)
+                              (send-part exchange (string-octets "begun "))
+                              (send-part exchange
+                                         (string-octets
+                                          (format nil "~S" (read-byte (sb-fiber-http:make-body-stream
+                                                                       exchange)))))
+                              (end-reply exchange)))
+    (with-connection (stream place)
+      (send-parts stream (request "/" "Content-Length: 1" "Expect: 100-continue")
+                  (string-octets "a"))
+      (is (equal "begun 97" (third (read-reply stream)))))))
+
+;;; Prevents: a second reply behind a part of the first one.
+(test replies-that-were-cut-off
+  (let ((again nil))
+    (with-test-server (server place
+                              (lambda (exchange)
+                                (handler-case
+                                    (reply exchange 200 *text*
+                                           (make-array 30000000 :element-type '(unsigned-byte 8)))
+                                  (sb-fiber-http:timed-out ()
+                                    (setf again (handler-case (reply-with exchange "again")
+                                                  (error () :refused))))))
+                              :timeout 1/10)
+      (with-connection (stream place)
+        (send-parts stream (request "/"))
+        (wait-until again)
+        (is (eq :refused again))
+        (is (> 30000000 (length (third (read-reply stream)))))
+        (is (null (read-byte stream nil)))))))
+
+(test stacks-that-are-used-up
+  (labels ((recurse (n) (if (= n 0) 0 (1+ (recurse (1- n))))))
+    (with-test-server (server place (lambda (exchange)
+                                      (if (string= "/deep" (target-of exchange))
+                                          (reply-with exchange "~D" (recurse 100000000))
+                                          (reply-with exchange "flat"))))
+      (loop repeat 3
+            do (is (equal "HTTP/1.1 500 Internal Server Error" (first (ask place "/deep"))))
+               (is (equal "flat" (third (ask place "/")))))
+      (is (= 3 (statistic server :errors))))))
+
 ;;;; Files
 
 (defun serve-file (path)
@@ -297,7 +356,13 @@
     (with-test-server (server place #'reply-with-peer :listen `((:unix ,path)))
       (signals sb-bsd-sockets:address-in-use-error
         (start-server #'identity :listen `((:unix ,path))))
-      (is (equal "NIL" (third (ask place "/")))))))
+      (is (equal "NIL" (third (ask place "/"))))))
+  ;; A file that is no socket stays.
+  (call-with-file
+   (lambda (path)
+     (signals sb-bsd-sockets:socket-error (start-server #'identity :listen `((:unix ,path))))
+     (is-true (probe-file path)))
+   (string-octets "precious")))
 
 (test inherited-sockets
   (let ((socket (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp)))
@@ -306,6 +371,8 @@
     (sb-ext:cancel-finalization socket)
     (with-test-server (server place #'reply-with-peer
                               :listen `((:fd ,(sb-bsd-sockets:socket-file-descriptor socket))))
+      ;; No finalizer closes it.
+      (loop repeat 3 do (sb-ext:gc :full t) (sb-impl::run-pending-finalizers))
       (is (equal "127.0.0.1" (third (ask place "/"))))))
   (flet ((places (pid n)
            (sb-posix:setenv "LISTEN_PID" (princ-to-string pid) 1)
@@ -358,6 +425,19 @@
         (close stream)
         (is (equal "127.0.0.1" (join-thread other)))))
     (is (= 2 (statistic server :accepted)))))
+
+;;; Prevents: clients that are refused though they may wait, when there are two that accept.
+(test clients-that-wait-at-two-places
+  (with-test-server (server place #'reply-with-peer
+                            :max-connections 1
+                            :listen '((:tcp "127.0.0.1" 0) (:tcp "127.0.0.1" 0)))
+    (let ((clients (loop for place in (append (server-places server) (server-places server))
+                         collect (let ((place place))
+                                   (make-thread
+                                    (lambda ()
+                                      (loop repeat 20 collect (third (ask place "/")))))))))
+      (is (equal (loop repeat 80 collect "127.0.0.1") (mapcan #'join-thread clients)))
+      (is (= 0 (statistic server :refused))))))
 
 (test counters
   (with-test-server (server place #'serve-parts)
