@@ -18,7 +18,7 @@
 ;;;    all fibers in CONNECTIONS. An entry that outlives its fiber is of one that was
 ;;;    terminated before it began: SHUTDOWN closes the socket.
 
-(defclass fiber-taskmaster (hunchentoot:taskmaster)
+(defclass fiber-taskmaster (hunchentoot:multi-threaded-taskmaster)
   ((carrier-count :initarg :carrier-count
                   :initform nil
                   :reader carrier-count)
@@ -31,8 +31,9 @@
    (group :initform nil
           :accessor group
           :documentation "The group that runs the fibers, from start to stop.")
-   (acceptor-fiber :initform nil
-                   :accessor acceptor-fiber)
+   ;; for what waits until the acceptor ends, as Clack does
+   (hunchentoot::acceptor-process :initform nil
+                                  :accessor acceptor-fiber)
    (connections :initform (make-hash-table :test 'eq :synchronized t)
                 :reader connections
                 :documentation "The socket of each connection, under its fiber.")
@@ -120,11 +121,18 @@ as after the last failure."
                         (make-fiber (lambda () (accept-connections acceptor)) :name name)))))
 
 ;;; It is ended where it waits for a connection, and nowhere else: a socket that has just been
-;;; accepted is in nobody's list yet.
+;;; accepted is in nobody's list yet. It then returns, and is not aborted: who waits for its end, as
+;;; Clack does, must get no error.
 (defun accept-connections (acceptor)
-  (sb-sys:without-interrupts
-    (sb-sys:allow-with-interrupts
-      (hunchentoot:accept-connections acceptor))))
+  (catch 'end-of-accepting
+    (sb-sys:without-interrupts
+      (sb-sys:allow-with-interrupts
+        (hunchentoot:accept-connections acceptor)))))
+
+(defun end-accepting ()
+  "Called in the acceptor's fiber. If it has not begun it sees that its acceptor is shut down."
+  (handler-case (throw 'end-of-accepting nil)
+    (control-error () nil)))
 
 ;;;; Connections
 
@@ -203,7 +211,7 @@ Hunchentoot asks for them at each request, and each answer is a system call."))
 
 (defmethod hunchentoot:shutdown ((taskmaster fiber-taskmaster))
   (when (acceptor-fiber taskmaster)
-    (end-fibers (list (acceptor-fiber taskmaster))))
+    (end-fibers (list (acceptor-fiber taskmaster)) #'end-acceptor-fiber))
   (when (soft-stop-p taskmaster)
     (wait-for-requests (taskmaster-acceptor taskmaster)))
   (end-connections taskmaster)
@@ -212,10 +220,13 @@ Hunchentoot asks for them at each request, and each answer is a system call."))
         (group taskmaster) nil)
   taskmaster)
 
-(defun end-fibers (fibers)
-  "Terminate FIBERS and wait until all have ended."
+(defun end-acceptor-fiber (fiber)
+  (interrupt-fiber fiber #'end-accepting))
+
+(defun end-fibers (fibers &optional (end #'terminate-fiber))
+  "Call END with each of FIBERS, and wait until all have ended."
   (dolist (fiber fibers)
-    (handler-case (terminate-fiber fiber)
+    (handler-case (funcall end fiber)
       ;; It has ended in the meantime.
       (sb-thread:interrupt-thread-error ())))
   (dolist (fiber fibers)

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Compare Hunchentoot on fibers, with its own acceptors and with those of
-# sb-fiber-hunchentoot (fast), Clack's handler (clack) and the HTTP engine below
-# both (engine), with Hunchentoot on a thread for each connection, by the hello
-# world of run.sh and wrk. Prints a line for each kind of server
+# sb-fiber-hunchentoot (fast), Clack's handler (clack), the HTTP engine below
+# both (engine) and a loop that only reads and writes (raw), with Hunchentoot on
+# a thread for each connection, by the hello world of run.sh and wrk. Prints a line for each kind of server
 # and number of connections, with the medians of all rounds, and one for each
 # with the ratio to threads:
 #
@@ -16,7 +16,7 @@
 #
 # environment:
 #   CONNECTIONS   default: 10 100 1000 10000
-#   KINDS         default: fibers fast clack engine threads
+#   KINDS         default: fibers fast clack engine raw threads
 #   PORT          default: 4299
 #   P, SBCL       as for run.sh
 
@@ -109,7 +109,7 @@ report() {
 for connections in ${CONNECTIONS:-10 100 1000 10000}; do
     round=0
     while [ $round -lt "$rounds" ]; do
-        for kind in ${KINDS:-fibers fast clack engine threads}; do
+        for kind in ${KINDS:-fibers fast clack engine raw threads}; do
             measure "$kind" "$connections"
         done
         round=$((round + 1))

@@ -24,7 +24,7 @@
         ((string= kind "threads")
          (make-instance 'hunchentoot:one-thread-per-connection-taskmaster
                         :max-thread-count 20000 :max-accept-count 40000))
-        (t (error "~S is none of fibers, fast, threads, clack and engine." kind))))
+        (t (error "~S is none of fibers, fast, threads, clack, engine and raw." kind))))
 
 (defun acceptor-class (kind)
   (if (string= kind "fast")
@@ -61,17 +61,52 @@
      (lambda (exchange) (sb-fiber-http:reply exchange 200 fields body))
      :port port :carrier-count carriers :backlog 4096)))
 
+;;; What fibers can do at most: what comes is taken for a request, and not looked at.
+#+sb-fiber
+(defun answer-all (socket reply)
+  (let ((connection (sb-fiber-http:make-connection
+                     (sb-bsd-sockets:socket-file-descriptor socket))))
+    (unwind-protect
+         (handler-case
+             (loop while (sb-fiber-http::receive connection nil)
+                   do (sb-fiber-http::drop-all-input connection)
+                      (sb-fiber-http:send-octets connection reply 0 (length reply) nil))
+           (sb-fiber-http:connection-lost () nil))
+      (sb-bsd-sockets:socket-close socket :abort t))))
+
+#+sb-fiber
+(defun start-raw (port carriers)
+  (let ((group (sb-fiber:start-fibers nil :carrier-count carriers))
+        (listener (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp))
+        (reply (sb-fiber-http:string-octets
+                (format nil "HTTP/1.1 200 OK~C~CContent-Type: text/plain~:*~:*~C~C~
+                             Content-Length: 13~:*~:*~C~C~:*~:*~C~CHello, World!"
+                        #\Return #\Newline))))
+    (setf (sb-bsd-sockets:sockopt-reuse-address listener) t)
+    (sb-bsd-sockets:socket-bind listener #(127 0 0 1) port)
+    (sb-bsd-sockets:socket-listen listener 4096)
+    (sb-fiber:submit-fiber
+     group
+     (sb-fiber:make-fiber
+      (lambda ()
+        (loop (let ((socket (sb-bsd-sockets:socket-accept listener)))
+                (sb-fiber:submit-fiber
+                 group (sb-fiber:make-fiber #'answer-all :arguments (list socket reply))))))))
+    group))
+
 ;;;; all servers
 
 (defun start-server (port kind carriers)
   (cond #+sb-fiber ((string= kind "clack") (start-clack port carriers))
         #+sb-fiber ((string= kind "engine") (start-engine port carriers))
+        #+sb-fiber ((string= kind "raw") (start-raw port carriers))
         (t (start-hunchentoot port kind carriers))))
 
 (defun stop-server (server)
-  (if (typep server 'hunchentoot:acceptor)
-      (hunchentoot:stop server)
-      (funcall (uiop:find-symbol* "STOP-SERVER" "SB-FIBER-HTTP") server)))
+  (cond ((typep server 'hunchentoot:acceptor) (hunchentoot:stop server))
+        #+sb-fiber ((typep server 'sb-fiber:fiber-group)
+                    (sb-fiber:finish-fibers server :abort t))
+        #+sb-fiber (t (sb-fiber-http:stop-server server))))
 
 (defun serve (port kind &optional (carriers (sb-ext:posix-getenv "P")))
   (start-server (parse-integer port) kind (parse-integer carriers))

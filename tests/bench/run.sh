@@ -24,10 +24,11 @@
 #   httpidle N [KIND]     N connections to Hunchentoot that have had an answer,
 #                         and wait, KIND as for http: growth of the resident set, the heap and the
 #                         page tables for each
-#   http PORT fibers|fast|threads|clack|engine [CARRIERS]
+#   http PORT fibers|fast|threads|clack|engine|raw [CARRIERS]
 #                         hello world on 127.0.0.1, until killed: Hunchentoot, with a stock
 #                         acceptor in fibers, EASY-FIBER-ACCEPTOR, or a stock acceptor in
-#                         threads; Clack's handler; the HTTP engine itself
+#                         threads; Clack's handler; the HTTP engine itself; a
+#                         loop that reads and writes, and looks at nothing
 #
 # first_ns and first_ms are of the first round of the process, ns and ms the
 # median of the five after it.

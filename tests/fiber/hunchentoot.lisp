@@ -431,6 +431,22 @@ connection has ended."
     (hunchentoot:start server)
     (is (says-hello-p server))))
 
+;;; Prevents: Clack's handler for Hunchentoot, which waits for the acceptor, stopping at once, or with
+;;; an error.
+(acceptor-test waiting-for-the-acceptor
+  (let* ((server (make-server))
+         (taskmaster (hunchentoot::acceptor-taskmaster server))
+         (waiter (make-thread (lambda ()
+                                (bordeaux-threads:join-thread
+                                 (hunchentoot::acceptor-process taskmaster))
+                                :over))))
+    (is (typep taskmaster 'hunchentoot:multi-threaded-taskmaster))
+    (with-client (socket server)
+      (is (eql 200 (request socket "/hello"))))
+    (is-true (sb-thread:thread-alive-p waiter))
+    (hunchentoot:stop server)
+    (is (eq :over (join-thread waiter)))))
+
 ;;;; Without a taskmaster for fibers
 
 ;;; What was written for threads is not changed: the taskmaster's threads are fibers.
