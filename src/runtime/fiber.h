@@ -40,6 +40,9 @@ extern void fiber_scav_binding_stacks(void (*mark)(lispobj));
 extern int fiber_verify_binding_stacks(int (*verify)(lispobj, lispobj*, void*), void* arg);
 extern void fiber_exclude_own_stack(struct thread*, lispobj* from, lispobj* to);
 
+/* fiber-filler.c */
+extern int fiber_give_filler_back(char* from, char* to);
+
 /* fiber-trace.c: what refers to an object, with the world stopped */
 extern void fiber_trace_words(fiber_root_visitor* visit, fiber_root_visitor* visit_register,
                               void* arg);
