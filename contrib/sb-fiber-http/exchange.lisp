@@ -83,7 +83,8 @@ received to its end?"
 (defun receive-part (exchange)
   "Receive some octets of the body of the request. Return the vector that they are in, start and
 end, which are equal when the body has ended. The octets are to be used before the next call.
-Signals TIMED-OUT, CONNECTION-LOST and BAD-REQUEST. If the connection was taken, this is whatever comes."
+Signals TIMED-OUT, CONNECTION-LOST and BAD-REQUEST. If the connection was taken, this is whatever
+comes."
   (let ((connection (exchange-connection exchange)) (decoder (exchange-decoder exchange)))
     (cond ((eq (exchange-state exchange) :taken) (receive-anything connection nil))
           (t (when (and (exchange-continue-p exchange) (body-left-p exchange)

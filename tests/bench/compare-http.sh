@@ -2,9 +2,9 @@
 # Compare Hunchentoot on fibers, with its own acceptors and with those of
 # sb-fiber-hunchentoot (fast), Clack's handler (clack), the HTTP engine below
 # both (engine) and a loop that only reads and writes (raw), with Hunchentoot on
-# a thread for each connection, by the hello world of run.sh and wrk. Prints a line for each kind of server
-# and number of connections, with the medians of all rounds, and one for each
-# with the ratio to threads:
+# a thread for each connection, by the hello world of run.sh and wrk. Prints a
+# line for each kind of server and number of connections, with the medians of
+# all rounds, and one for each with the ratio to threads:
 #
 #   RESULT http sbcl-fiber mode=fibers c=10 rps=... p99_ms=... errors=... rss_mb=...
 #   RESULT http-ratio sbcl-fiber mode=fibers c=10 rps=... p99=...

@@ -328,8 +328,8 @@
         (send-parts stream (request "/new"))
         (is (equal "new" (third (read-reply stream))))))))
 
-;;; Prevents: a fiber, and the server that is stopped, waiting for a thread that waits for ever for a
-;;; client that does not read.
+;;; Prevents: a fiber, and the server that is stopped, waiting for a thread that waits for ever for
+;;; a client that does not read.
 (test writers-in-threads-have-deadlines
   (let* ((ended (make-flag)) (outcome nil)
          (application

@@ -193,10 +193,9 @@
                             (lambda (exchange)
                               (begin-reply exchange 200 *text*)
                               (send-part exchange (string-octets "begun "))
-                              (send-part exchange
-                                         (string-octets
-                                          (format nil "~S" (read-byte (sb-fiber-http:make-body-stream
-                                                                       exchange)))))
+                              (let ((stream (sb-fiber-http:make-body-stream exchange)))
+                                (send-part exchange
+                                           (string-octets (format nil "~S" (read-byte stream)))))
                               (end-reply exchange)))
     (with-connection (stream place)
       (send-parts stream (request "/" "Content-Length: 1" "Expect: 100-continue")

@@ -431,8 +431,8 @@ connection has ended."
     (hunchentoot:start server)
     (is (says-hello-p server))))
 
-;;; Prevents: Clack's handler for Hunchentoot, which waits for the acceptor, stopping at once, or with
-;;; an error.
+;;; Prevents: Clack's handler for Hunchentoot, which waits for the acceptor, stopping at once, or
+;;; with an error.
 (acceptor-test waiting-for-the-acceptor
   (let* ((server (make-server))
          (taskmaster (hunchentoot::acceptor-taskmaster server))
