@@ -22,6 +22,8 @@
              (fibers (list (spawn (group) (catch 'end (grab-mutex mutex)))
                            (spawn (group) (wait-on-semaphore end) :end)
                            (spawn (group) (catch 'end (join-thread holder))))))
+        ;; Interruptions come before a fiber begins, too, and there the tag is not.
+        (mapc #'wait-until-parked fibers)
         (flet ((interrupt (fiber function)
                  (sb-thread:interrupt-thread fiber (lambda ()
                                                      (funcall function)
