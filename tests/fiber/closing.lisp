@@ -145,3 +145,38 @@
     (is (= 0 (count-bad)))
     (on-carriers (n :counts '(1 2) :migration '(nil))
       (is (= 0 (in-fiber (n) (count-bad)))))))
+
+;;; Prevents: the finalizer of a socket whose stream has closed it, which closes the next file of that
+;;; number: of a time-out just before the socket gives its finalizer up.
+(defun call-with-interruption-before (name function)
+  "Call FUNCTION, which is left by an interruption when the function NAME is about to be called, if
+interruptions are allowed there, and else when they are."
+  (let ((thread sb-thread:*current-thread*))
+    (sb-int:encapsulate name 'closing
+                        (lambda (original &rest arguments)
+                          (when (eq thread sb-thread:*current-thread*)
+                            (sb-thread:interrupt-thread thread (lambda () (throw 'left nil))))
+                          (apply original arguments)))
+    (unwind-protect (catch 'left (funcall function))
+      (sb-int:unencapsulate name 'closing))))
+
+(defun number-of-closed-socket ()
+  "Make a stream of a socket, and close it when that has been interrupted. Return its number."
+  (let* ((socket (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp))
+         (fd (sb-bsd-sockets:socket-file-descriptor socket)))
+    (call-with-interruption-before 'sb-ext:cancel-finalization
+                                   (lambda ()
+                                     (sb-bsd-sockets:socket-make-stream socket :input t)))
+    (sb-bsd-sockets:socket-close socket)
+    fd))
+
+(test streams-of-sockets-made-while-a-time-out-comes
+  (let* ((numbers (loop repeat 20 collect (number-of-closed-socket)))
+         (files (loop repeat 20 collect (sb-unix:unix-open "/dev/null" sb-unix:o_rdonly 0))))
+    (is-true (intersection numbers files))
+    (loop repeat 3
+          do (sb-ext:gc :full t)
+             (sb-impl::run-pending-finalizers)
+             (sleep 1/20))
+    (is (every #'sb-unix:unix-fstat files))
+    (mapc #'sb-unix:unix-close files)))
