@@ -427,7 +427,7 @@ again."
         (mapc #'wait-until-parked fibers)
         (loop repeat 2 do (sb-ext:gc :full t))
         ;; Its stack is 8 KiB of that.
-        (is (> 24000 (/ (- (resident-bytes) before) n)))
+        (is (> 32000 (/ (- (resident-bytes) before) n)))
         ;; The pages are used again, and collected in all ways.
         (loop repeat 5
               do (loop repeat 1000 collect (make-array 1000 :initial-element '(a)))
