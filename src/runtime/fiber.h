@@ -81,5 +81,8 @@ extern bool fiber_handle_fault(struct thread*, os_context_t*, os_vm_address_t);
 extern void fiber_scrub_limits(struct thread*, os_vm_address_t* guard,
                                os_vm_address_t* hard_guard, unsigned* size);
 
+#else
+/* So that what calls it needs no condition. */
+#define fiber_give_filler_back(from, to) 0
 #endif
 #endif
