@@ -7,9 +7,9 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
-(require :sb-posix)
-
 (in-package "SB-FIBER-TESTS")
+
+(load (merge-pathnames "support/files.lisp" *load-truename*))
 
 (def-suite* build)
 
@@ -58,7 +58,7 @@
 ;;;; Installing
 
 (defun call-with-scratch-directory (function)
-  (let ((directory (concatenate 'string (sb-posix:mkdtemp "/tmp/sb-fiber-XXXXXX") "/")))
+  (let ((directory (concatenate 'string (make-temporary-directory) "/")))
     (unwind-protect (funcall function directory)
       (sb-ext:delete-directory directory :recursive t))))
 

@@ -14,6 +14,7 @@
   (let ((*standard-output* (make-broadcast-stream)))
     (asdf:load-system "usocket")))
 
+(load (merge-pathnames "support/files.lisp" *load-truename*))
 (load (merge-pathnames "support/stack-ends.lisp" *load-truename*))
 
 (def-suite* pool)
@@ -439,7 +440,7 @@ true if the call was unwound."
 
 ;;; Saving stops the pool, and the saved image starts another.
 (test image-with-a-pool-is-saved-and-started
-  (let ((core (format nil "/tmp/fiber-pool-~D.core" (sb-unix:unix-getpid)))
+  (let ((core (temporary-path "pool.core"))
         (call '(car (run-fibers (make-fiber (lambda () (call-blocking (lambda () (+ 40 2)))))))))
     (unwind-protect
          (progn (call-in-child (list "--eval" *child-package*

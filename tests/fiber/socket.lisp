@@ -307,7 +307,7 @@
   (on-carriers (n)
     (with-group (group n)
       (let ((listener (make-instance 'local-socket :type :stream))
-            (name (format nil "/tmp/fiber-sockets-~D" (sb-posix:getpid))))
+            (name (temporary-path "socket")))
         (flet ((client ()
                  (let ((socket (make-instance 'local-socket :type :stream)))
                    (socket-connect socket name)
@@ -330,7 +330,7 @@
   "Call FUNCTION with two local sockets for datagrams, and the name of the first."
   (let ((receiver (make-instance 'local-socket :type :datagram))
         (sender (make-instance 'local-socket :type :datagram))
-        (name (format nil "/tmp/fiber-sockets-~D" (sb-posix:getpid))))
+        (name (temporary-path "socket")))
     (unwind-protect
          (progn (socket-bind receiver name)
                 (funcall function receiver sender name))

@@ -7,7 +7,6 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
-(require :sb-posix)
 (require :sb-bsd-sockets)
 (handler-bind ((warning #'muffle-warning))
   (let ((*standard-output* (make-broadcast-stream))
@@ -17,6 +16,8 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "support/files.lisp" *load-truename*))
+
 (def-suite* ssl)
 
 ;;;; A certificate
@@ -24,7 +25,7 @@
 (defvar *certificate*)
 (defvar *key*)
 
-(let ((directory (sb-posix:mkdtemp "/tmp/sb-fiber-XXXXXX")))
+(let ((directory (make-temporary-directory)))
   (setf *certificate* (concatenate 'string directory "/certificate.pem")
         *key* (concatenate 'string directory "/key.pem"))
   (push (lambda () (sb-ext:delete-directory directory :recursive t)) sb-ext:*exit-hooks*)

@@ -8,12 +8,13 @@
 ;;;; more information.
 
 (require :sb-bsd-sockets)
-(require :sb-posix)
 (handler-bind ((warning #'muffle-warning))
   (let ((*standard-output* (make-broadcast-stream)))
     (asdf:load-system "usocket")))
 
 (in-package "SB-FIBER-TESTS")
+
+(load (merge-pathnames "files.lisp" *load-truename*))
 
 (import '(sb-bsd-sockets:inet-socket sb-bsd-sockets:local-socket sb-bsd-sockets:socket-bind
           sb-bsd-sockets:socket-listen sb-bsd-sockets:socket-accept sb-bsd-sockets:socket-connect
@@ -35,7 +36,7 @@
   `(call-with-pipe (lambda (,input ,output) ,@body) ,@arguments))
 
 (defun call-with-named-pipe (function)
-  (let ((path (format nil "/tmp/fiber-pipe-~D-~D" (sb-posix:getpid) (random 1000000))))
+  (let ((path (temporary-path "pipe-~D" (random 1000000))))
     (sb-posix:mkfifo path #o600)
     (unwind-protect (funcall function path)
       (sb-posix:unlink path))))

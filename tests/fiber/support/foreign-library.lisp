@@ -7,9 +7,9 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
-(require :sb-posix)
-
 (in-package "SB-FIBER-TESTS")
+
+(load (merge-pathnames "files.lisp" *load-truename*))
 
 ;;; The lock tells when the thread that has it wants it again, or another gives it back. A thread
 ;;; that cannot get it in five seconds goes without it, and is counted.
@@ -148,7 +148,7 @@ int foreign_mistakes(void)
 ")
 
 (defun load-library ()
-  (let* ((directory (sb-posix:mkdtemp "/tmp/sb-fiber-XXXXXX"))
+  (let* ((directory (make-temporary-directory))
          (source (concatenate 'string directory "/foreign.c"))
          (library (concatenate 'string directory "/foreign.so")))
     (unwind-protect

@@ -9,6 +9,8 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "files.lisp" *load-truename*))
+
 (asdf:load-asd (merge-pathnames "../../../contrib/sb-fiber-http/sb-fiber-http.asd"
                                 *load-truename*))
 (handler-bind ((warning #'muffle-warning))
@@ -46,10 +48,6 @@
     octets))
 
 ;;;; files
-
-(defun temporary-path (name)
-  (format nil "~A/sb-fiber-~D-~A" (or (sb-ext:posix-getenv "TMPDIR") "/tmp") (sb-unix:unix-getpid)
-          name))
 
 (defun call-with-file (function octets)
   "Call FUNCTION with the path, a string, of a file that consists of OCTETS."

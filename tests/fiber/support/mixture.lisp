@@ -216,7 +216,7 @@
 
 (define-action connect (inner)
   (let ((line (format nil "~36R" (random 1000000)))
-        (name (format nil "/tmp/fiber-mixture-~D-~D" (sb-posix:getpid) (count-one *names*)))
+        (name (temporary-path "mixture-~D" (count-one *names*)))
         (sockets '()))
     (flet ((new (function &rest arguments)
              (undisturbed (first (push (apply function arguments) sockets)))))
