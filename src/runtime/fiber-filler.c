@@ -34,13 +34,18 @@
  */
 enum { NURSERY_GENERATIONS = 2, OS_PAGE_SIZE = 4096 };
 
-/* So that a card which is scanned alone begins with a header: from the first after FROM up to END,
- * in the filler that ends at TO. */
-static void fill_cards(char* from, char* end, char* to)
+/* So that a card which is scanned alone begins with a header: CARD and the others up to END, in the
+ * filler that ends at TO. */
+static void fill_cards(char* card, char* end, char* to)
 {
-    char* card = PTR_ALIGN_DOWN(from, GENCGC_CARD_BYTES) + GENCGC_CARD_BYTES;
     for (; card < end; card += GENCGC_CARD_BYTES)
         *(lispobj*)card = make_filler_header((uword_t)(to - card) >> WORD_SHIFT);
+}
+
+/* Pages of a core that is mapped would come back as they are there. */
+static bool mapped_from_core(char* start)
+{
+    return (os_vm_address_t)start < anon_dynamic_space_start;
 }
 
 /* Called with a filler, whose header is there. Was it given back, with headers where they are
@@ -50,9 +55,10 @@ int fiber_give_filler_back(char* from, char* to)
     if (!gc_active_p || from_space < NURSERY_GENERATIONS) return 0;
     char *start = PTR_ALIGN_UP(from + N_WORD_BYTES, OS_PAGE_SIZE),
          *end = PTR_ALIGN_DOWN(to, OS_PAGE_SIZE);
-    if (start >= end || madvise(start, end - start, MADV_DONTNEED)) return 0;
-    fill_cards(from, start, to);
-    fill_cards(end - 1, to, to);
+    if (start >= end || mapped_from_core(start) || madvise(start, end - start, MADV_DONTNEED))
+        return 0;
+    fill_cards(PTR_ALIGN_DOWN(from, GENCGC_CARD_BYTES) + GENCGC_CARD_BYTES, start, to);
+    fill_cards(end, to, to);
     return 1;
 }
 

@@ -156,6 +156,17 @@
                                    (join-thread (make-thread #'kind)))))
     (finish-fibers t)))
 
+;;; Prevents: a timer that runs as a fiber of the group of what its signal interrupts.
+(test timers-of-others-are-threads
+  (with-group (group 1)
+    (let* ((kinds (make-flag))
+           (timer (sb-ext:make-timer (lambda () (note kinds (kind))) :thread t)))
+      (with-threads-as-fibers (:group group)
+        (loop for i from 1 to 20
+              do (sb-ext:schedule-timer timer 1/1000)
+                 (wait-until (= i (length (flag-notes kinds))))))
+      (is (equal '(:thread) (remove-duplicates (flag-notes kinds)))))))
+
 ;;; Prevents: what the runtime makes threads for waiting for a fiber's turn.
 (test threads-of-the-runtime-are-none
   (with-group (group 1)

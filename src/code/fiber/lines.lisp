@@ -1,4 +1,4 @@
-;;;; what a carrier writes in each switch is on cache lines that no other carrier writes
+;;;; objects that share no cache line with others, and stores that leave the card table alone
 
 ;;;; This software is part of the SBCL system. See the README file for
 ;;;; more information.
@@ -17,8 +17,10 @@
 ;;;    carriers of a group were made of;
 ;;;  - a pointer that is stored marks its card, a byte, and a line of the card table covers the
 ;;;    objects of 32 KiB: fibers which were made together, run by several carriers.
-;;; Hence structures that keep their distance, and stores that do not write a mark that is there
-;;; already, as it is in all switches but the first after a collection.
+;;; Hence structures that keep their distance from other objects, for what a carrier writes in each
+;;; switch, and stores that do not write a mark that is there already, as it is in all switches but
+;;; the first after a collection. (Of such a structure others write some slots, too: thieves the
+;;; head of a run queue, and the monitor what it has seen.)
 
 (eval-when (:compile-toplevel :load-toplevel :execute)
   (defun padding-slots (prefix)

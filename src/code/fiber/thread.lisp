@@ -67,17 +67,18 @@ FUNCTION calls ACCEPT-SIGNALS: an interruption could unwind it before it has beg
   "The group that runs, as fibers, what is made by MAKE-THREAD, or NIL. Fibers that are made so
 inherit it.")
 
+;;; Prevents: a fiber in an arena, which may be rewound while it runs, as no thread is.
 (defun start-as-fiber (name function arguments)
   (submit-fiber *group-of-threads*
-                (make-fiber function :name name :arguments arguments
-                                     :initial-bindings `((*group-of-threads*
-                                                          . ,*group-of-threads*)))))
+                (sb-vm:without-arena
+                  (make-fiber function :name name :arguments arguments
+                                       :initial-bindings `((*group-of-threads*
+                                                            . ,*group-of-threads*))))))
 
 (defun group-for-threads (group)
   "What *GROUP-OF-THREADS* is to be if the user has named GROUP, or NIL."
-  (cond (group (group-argument group))
-        ((in-fiber-p) (fiber-group (truly-the fiber *current-thread*)))
-        (t (group-argument t))))
+  (group-argument (or group
+                      (if (in-fiber-p) (fiber-group (truly-the fiber *current-thread*)) t))))
 
 (defmacro with-threads-as-fibers ((&key group) &body body)
   "Execute BODY such that SB-THREAD:MAKE-THREAD, called in it, makes fibers, and returns them; they
@@ -101,6 +102,8 @@ foreign code finds the same OS thread again. Signals what SUBMIT-FIBER does; so 
    (lambda () (sb-thread::start-thread thread function arguments))))
 
 (defun start-thread (thread function arguments)
+  "What MAKE-THREAD does, by way of START-THREAD of threads. That is called again for an OS thread,
+and goes on then, since it finds the lock taken."
   (if (and *group-of-threads* (not (sb-thread::thread-ephemeral-p thread)))
       (start-as-fiber (sb-thread::thread-%name thread) function arguments)
       (start-os-thread thread function arguments)))

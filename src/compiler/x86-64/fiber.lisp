@@ -112,8 +112,8 @@
 
 ;;;; stores that mark a card only if it is not marked, see code/fiber/lines.lisp
 
-;;; A collection between the look and the store may take the mark away, as it may one that was
-;;; written: it marks the card again, since the object is in a register of this thread.
+;;; A collection between the look and the store leaves the mark, as it does one that was written
+;;; just now: the object is in a register of this thread (IMPART_MARK_STICKINESS in gencgc.c).
 (defun mark-gc-card-once (card)
   (assemble ()
     (inst shr card gencgc-card-shift)
