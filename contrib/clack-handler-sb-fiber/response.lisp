@@ -84,36 +84,46 @@ has been told whether its connection is to be closed."
   (exchange (sb-int:missing-arg) :read-only t)
   (lock (sb-thread:make-mutex :name "delayed response") :read-only t)
   (over (sb-thread:make-semaphore) :read-only t)
-  (parts 0 :type fixnum)                ; how many have come
+  (parts 0 :type fixnum)                ; of the response, how many have been sent
   (given-up-p nil :type boolean))
 (declaim (sb-ext:freeze-type delay))
+
+(defun note-failure (delay)
+  "The response of DELAY cannot go on."
+  (unless (eq (exchange-state (delay-exchange delay)) :unanswered)
+    (setf (delay-given-up-p delay) t)
+    (sb-thread:signal-semaphore (delay-over delay))))
 
 (defun call-with-delayed-exchange (function delay)
   (sb-thread:with-mutex ((delay-lock delay))
     (when (delay-given-up-p delay)
       (error "The response comes too late: its request has ended."))
-    (funcall function (delay-exchange delay))))
+    (let ((done nil))
+      (unwind-protect (multiple-value-prog1 (funcall function (delay-exchange delay))
+                        (incf (delay-parts delay))
+                        (setf done t))
+        (unless done (note-failure delay))))))
 
 (defmacro with-delayed-exchange ((exchange delay) &body body)
+  "Execute BODY with EXCHANGE bound to that of DELAY, for a step of its response."
   `(call-with-delayed-exchange (lambda (,exchange) ,@body) ,delay))
 
 (defun note-end (delay)
   (unless (member (exchange-state (delay-exchange delay)) '(:unanswered :open))
     (sb-thread:signal-semaphore (delay-over delay))))
 
-(defun write-part (delay part start end close)
+(defun write-part (delay octets close)
   (with-delayed-exchange (exchange delay)
-    (incf (delay-parts delay))
-    (when part
-      (let ((octets (octets-of (if (or (plusp start) end) (subseq part start end) part))))
-        (send-part exchange octets)))
+    (when octets (send-part exchange octets))
     (when close (end-reply exchange))
     (note-end delay)))
 
 (defun writer (delay)
   "The function that is called with the parts of a body: strings or octets."
   (lambda (part &key (start 0) end close)
-    (write-part delay part start end close)))
+    (write-part delay
+                (and part (octets-of (if (or (plusp start) end) (subseq part start end) part)))
+                close)))
 
 (defun respond (delay response)
   (destructuring-bind (status fields &optional (body nil body-p)) response
@@ -124,16 +134,22 @@ has been told whether its connection is to be closed."
                  (begin-reply exchange status alist :length length))
                (writer delay))))))
 
-(defun give-up (delay)
-  "The response of DELAY is not awaited any more: what comes yet is an error."
-  (sb-thread:with-mutex ((delay-lock delay))
-    (setf (delay-given-up-p delay) t)))
+(defun give-up (delay &key (left-p nil))
+  "The response of DELAY is not awaited any more: what comes yet is an error. Wait for who is just
+sending some of it; if LEFT-P, cut that short, which may take as long as the client likes."
+  (sb-sys:without-interrupts            ; or it would be used when it is another's
+    (setf (delay-given-up-p delay) t)
+    (sb-thread:barrier (:memory))       ; who takes the lock now sees that, or is seen
+    (when (and left-p (sb-thread:mutex-owner (delay-lock delay)))
+      (shut-down (exchange-connection (delay-exchange delay))))
+    (sb-thread:with-mutex ((delay-lock delay)))))
 
 (defun response-ends-p (delay seconds)
   "Wait until the response of DELAY has ended. Return false if nothing has come for SECONDS."
   (loop
     (let ((parts (delay-parts delay)))
       (cond ((sb-thread:wait-on-semaphore (delay-over delay) :timeout seconds) (return t))
+            ((sb-thread:mutex-owner (delay-lock delay))) ; the client may take its time
             ((= parts (delay-parts delay)) (return nil))))))
 
 (defun await-response (delay exchange seconds)
@@ -144,16 +160,20 @@ has been told whether its connection is to be closed."
       (reply exchange 503 '(("Content-Type" . "text/plain"))
              (string-octets (format nil "The application has not responded in time.~%"))))))
 
+(defun call-and-await-response (exchange function socket delay seconds)
+  (funcall function (lambda (response) (respond delay response)))
+  (cond ((socket-used-p socket) (serve-socket socket))
+        ((member (exchange-state exchange) '(:unanswered :open))
+         (await-response delay exchange seconds))))
+
 (defun call-for-response (exchange function socket seconds)
   "Call FUNCTION, a response, and wait SECONDS for what it responds, if that comes later."
-  (let ((delay (make-delay exchange)))
+  (let ((delay (make-delay exchange)) (done nil))
     (unwind-protect
-         (progn (funcall function (lambda (response) (respond delay response)))
-                (cond ((socket-used-p socket) (serve-socket socket))
-                      ((member (exchange-state exchange) '(:unanswered :open))
-                       (await-response delay exchange seconds))))
+         (progn (call-and-await-response exchange function socket delay seconds)
+                (setf done t))
       ;; Others may still have the responder.
-      (give-up delay))))
+      (give-up delay :left-p (not done)))))
 
 (defun send-response (exchange response socket seconds)
   (etypecase response

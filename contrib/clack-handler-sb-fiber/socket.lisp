@@ -38,12 +38,18 @@
     (unless (eq (exchange-state exchange) :taken) (take-connection exchange))
     (exchange-connection exchange)))
 
+;;; A frame that was sent in part would be completed by the next.
+(defun send-or-end (socket octets)
+  (let ((done nil))
+    (unwind-protect
+         (progn (send-octets (take-socket socket) octets 0 (length octets)
+                             (exchange-timeout (socket-exchange socket)))
+                (setf done t))
+      (unless done (end-socket socket)))))
+
 (defun write-octets (socket octets)
   (sb-thread:with-recursive-lock ((socket-lock socket))
-    (unless (socket-closed-p socket)
-      (let ((octets (octets-of octets)))
-        (send-octets (take-socket socket) octets 0 (length octets)
-                     (deadline-after (exchange-timeout (socket-exchange socket))))))))
+    (unless (socket-closed-p socket) (send-or-end socket (octets-of octets)))))
 
 (defun buffer-octets (socket octets)
   (sb-thread:with-recursive-lock ((socket-lock socket))
@@ -62,7 +68,7 @@
 
 (defun serve-socket (socket)
   "Call the read callback of SOCKET with all that comes."
-  (take-socket socket)
+  (sb-thread:with-recursive-lock ((socket-lock socket)) (take-socket socket))
   (loop
     (multiple-value-bind (octets start end) (receive-part (socket-exchange socket))
       (when (or (= start end) (socket-closed-p socket)) (return))

@@ -34,7 +34,7 @@
   (state (sb-int:missing-arg) :type decoder-state)
   (remaining 0 :type index)
   (received 0 :type index)              ; octets of the body
-  (overhead 0 :type index)              ; other octets since the last chunk
+  (overhead 0 :type index)              ; other octets
   (most 0 :type index :read-only t))
 (declaim (sb-ext:freeze-type decoder))
 
@@ -60,10 +60,13 @@ has more."
   (refuse 413 "The body has more than ~D octets." most))
 
 (defconstant +longest-chunk-line+ 4096)
+(defconstant +overhead-per-octet+ 16)
 
+;;; Prevents: a client that sends without end, but hardly anything that counts.
 (defun pass-over (decoder n)
   "Count N octets that are not of the body."
-  (when (> (incf (decoder-overhead decoder) n) +longest-chunk-line+)
+  (when (> (incf (decoder-overhead decoder) n)
+           (+ +longest-chunk-line+ (* +overhead-per-octet+ (decoder-received decoder))))
     (refuse 400 "The lines between chunks, or behind the last one, are too long.")))
 
 (defun line-end (octets start end)
@@ -113,7 +116,6 @@ END."
 
 (defun take-octets (decoder n)
   "N octets of the body have been found."
-  (setf (decoder-overhead decoder) 0)
   (incf (decoder-received decoder) n)
   (when (= 0 (decf (decoder-remaining decoder) n))
     (setf (decoder-state decoder) (if (eq (decoder-state decoder) :length) :done :chunk-end))))

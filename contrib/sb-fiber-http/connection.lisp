@@ -22,12 +22,16 @@
 ;;;
 ;;; In a fiber what waits here parks it. Deadlines are in internal real time; NIL is none.
 
-(define-condition timed-out (error)
+(define-condition client-error (error)
+  ((connection :initarg :connection :initform nil :reader client-error-connection))
+  (:documentation "An error that a client has made, and that is no use telling it."))
+
+(define-condition timed-out (client-error)
   ()
   (:report "A client did not send, or take, in time what it should have.")
   (:documentation "The error that is signaled when a deadline of a connection comes."))
 
-(define-condition connection-lost (error)
+(define-condition connection-lost (client-error)
   ((errno :initarg :errno :initform 0 :reader connection-lost-errno))
   (:report (lambda (condition stream)
              (format stream "A connection was lost: ~A"
@@ -45,16 +49,19 @@ request, or taken a whole reply."))
 (declaim (type fixnum *free-buffer-count*))
 (defconstant +most-free-buffers+ 1024)
 
+;;; Without interrupts: a count that is wrong stays wrong.
 (defun take-buffer ()
-  (let ((buffer (sb-ext:atomic-pop *free-buffers*)))
-    (cond (buffer (sb-ext:atomic-decf *free-buffer-count*)
-                  (the octets buffer))
-          (t (make-array +buffer-size+ :element-type '(unsigned-byte 8))))))
+  (sb-sys:without-interrupts
+    (let ((buffer (sb-ext:atomic-pop *free-buffers*)))
+      (cond (buffer (sb-ext:atomic-decf *free-buffer-count*)
+                    (the octets buffer))
+            (t (make-array +buffer-size+ :element-type '(unsigned-byte 8)))))))
 
 (defun give-buffer-back (buffer)
   (when (and (= (length buffer) +buffer-size+) (< *free-buffer-count* +most-free-buffers+))
-    (sb-ext:atomic-incf *free-buffer-count*)
-    (sb-ext:atomic-push buffer *free-buffers*)))
+    (sb-sys:without-interrupts
+      (sb-ext:atomic-incf *free-buffer-count*)
+      (sb-ext:atomic-push buffer *free-buffers*))))
 
 (defstruct (connection (:constructor make-connection (fd &key (limits (make-limits))))
                        (:copier nil))
@@ -85,9 +92,12 @@ request, or taken a whole reply."))
                       (/ (max 0 (- deadline (get-internal-real-time)))
                          (float internal-time-units-per-second 1d0)))))
     (unless (sb-sys:wait-until-fd-usable (connection-fd connection) direction timeout)
-      (error 'timed-out))))
+      (error 'timed-out :connection connection))))
 
 ;;;; receiving
+
+(defun lose (connection &optional (errno 0))
+  (error 'connection-lost :connection connection :errno errno))
 
 (defun drop-used-input (connection)
   "Nothing that CONNECTION has received is used any more but what comes next: give its buffer back
@@ -144,7 +154,7 @@ if that is nothing."
                (incf (connection-received connection) n)
                n)
             ((or (= errno sb-unix:ewouldblock) (= errno sb-unix:eintr)) nil)
-            (t (error 'connection-lost :errno errno))))))
+            (t (lose connection errno))))))
 
 (defun receive (connection deadline)
   "Receive some octets. Return false if the client sends no more. Signals TIMED-OUT at DEADLINE, and
@@ -171,7 +181,7 @@ TIMED-OUT, CONNECTION-LOST and BAD-REQUEST. The head is used until the next call
         for again = nil then (head-in-place-p connection)
         do (when (parse-input connection again) (return (connection-head connection)))
            (unless deadline (setf deadline (deadline-after seconds)))
-           (unless (receive connection deadline) (error 'connection-lost))))
+           (unless (receive connection deadline) (lose connection))))
 
 (defun head-in-place-p (connection)
   "Does what was received of a head lie where it lay when it was parsed?"
@@ -201,7 +211,7 @@ BAD-REQUEST. The octets are to be used before the next call."
         (when (or (< start end) (decoder-done-p decoder))
           (return (values (connection-input connection) start end)))))
     (when (decoder-done-p decoder) (return (values (head-octets (connection-head connection)) 0 0)))
-    (unless (receive connection deadline) (error 'connection-lost))))
+    (unless (receive connection deadline) (lose connection))))
 
 (defun receive-anything (connection deadline)
   "As RECEIVE-BODY, but of whatever comes behind the head, up to the end of the connection."
@@ -233,19 +243,36 @@ BAD-REQUEST. The octets are to be used before the next call."
     (unless (logtest flags +o-nonblock+)
       (control-descriptor fd +f-setfl+ (logior flags +o-nonblock+)))))
 
-(defun send-octets (connection octets start end deadline)
-  "Send OCTETS from START to END to the client. Signals TIMED-OUT at DEADLINE, and CONNECTION-LOST."
+;;; Who takes a large reply slowly, but takes it, is served.
+(defconstant +piece-size+ (expt 2 18))
+
+(defmacro by-pieces ((start end piece-end) &body body)
+  "Execute BODY, which increases START up to PIECE-END, for each piece up to END."
+  `(loop while (< ,start ,end)
+         do (let ((,piece-end (min ,end (+ ,start +piece-size+)))) ,@body)))
+
+(defun send-octets (connection octets start end seconds)
+  "Send OCTETS from START to END to the client, who must take each 262,144 of them within SECONDS,
+or any time if that is NIL. Signals TIMED-OUT and CONNECTION-LOST."
   (declare (type octets octets) (type index start end))
   ;; Where this cannot park it would wait without a deadline.
   (unless (sb-fiber:fiber-can-park-p) (make-nonblocking connection))
-  (loop while (< start end)
-        do (multiple-value-bind (n errno)
-               (sb-fiber::unix-write-now (connection-fd connection) octets start (- end start))
-             (cond (n (incf start n)
-                      (incf (connection-sent connection) n))
-                   ((= errno sb-unix:ewouldblock) (await connection :output deadline))
-                   ((= errno sb-unix:eintr))
-                   (t (error 'connection-lost :errno errno))))))
+  (by-pieces (start end piece-end)
+    (let ((deadline (deadline-after seconds)))
+      (loop while (< start piece-end)
+            do (incf start (send-some connection octets start piece-end deadline))))))
+
+(defun send-some (connection octets start end deadline)
+  "Send some of OCTETS, or wait until some can be sent. Return how many were sent."
+  (declare (type octets octets) (type index start end))
+  (multiple-value-bind (n errno)
+      (sb-fiber::unix-write-now (connection-fd connection) octets start (- end start))
+    (cond (n (incf (connection-sent connection) n)
+             n)
+          ((= errno sb-unix:ewouldblock) (await connection :output deadline)
+           0)
+          ((= errno sb-unix:eintr) 0)
+          (t (lose connection errno)))))
 
 ;;;; closing
 
@@ -256,12 +283,13 @@ BAD-REQUEST. The octets are to be used before the next call."
                           (connection-fd connection) how))
 
 (defun linger (connection seconds)
-  "Send no more to the client of CONNECTION, and drop what it still sends for SECONDS at most. If a
-connection is closed with something unread the kernel resets it, and the client may lose the reply."
+  "Send no more to the client of CONNECTION, and drop what it still sends for SECONDS at most, and
+what is there in any case. If a connection is closed with something unread the kernel resets it, and
+the client may lose the reply."
   (shut-down connection 1)
   (setf (connection-kept connection) 0)
   (handler-case
       (loop with deadline = (deadline-after seconds)
             do (setf (connection-start connection) (connection-end connection))
-            while (and (< (get-internal-real-time) deadline) (receive connection deadline)))
-    ((or timed-out connection-lost) ())))
+            while (and (receive connection deadline) (< (get-internal-real-time) deadline)))
+    (client-error ())))

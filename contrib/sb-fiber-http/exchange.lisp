@@ -36,8 +36,8 @@
                           &aux (decoder (make-decoder head most-body))
                                (continue-p (head-expects-continue-p head))))
                      (:copier nil))
-  "A request, whose HEAD has been received, and its reply. TIMEOUT, in seconds or NIL, is for each
-wait for the client."
+  "A request, whose HEAD has been received, and its reply. TIMEOUT is how many seconds the client may
+take for some more octets of the body, and for each 262,144 octets of the reply; or NIL."
   (connection (sb-int:missing-arg) :type connection :read-only t)
   (head (sb-int:missing-arg) :type head :read-only t)
   (decoder (sb-int:missing-arg) :type decoder :read-only t)
@@ -64,6 +64,18 @@ wait for the client."
 (defun exchange-deadline (exchange)
   (deadline-after (exchange-timeout exchange)))
 
+;;; After a part of a message the client must not take what is sent next for the rest; nor may the
+;;; rest of a body be taken for a request. It may be a time-out that unwinds this, anywhere: what
+;;; tells how far the exchange is changes within.
+(defmacro moving-octets ((exchange) &body body)
+  "Execute BODY, which sends or receives. If it is unwound the connection of EXCHANGE is going to be
+closed."
+  (sb-int:with-unique-names (done)
+    `(let ((,done nil))
+       (unwind-protect (multiple-value-prog1 (progn ,@body)
+                         (setf ,done t))
+         (unless ,done (setf (exchange-keep-alive-p ,exchange) nil))))))
+
 ;;;; the body of the request
 
 (defun tell-to-continue (exchange)
@@ -72,7 +84,7 @@ wait for the client."
                (string-octets (format nil "HTTP/1.1 100 Continue~C~C~:*~:*~C~C" #\Return #\Newline))
                t)))
     (send-octets (exchange-connection exchange) line 0 (length (the octets line))
-                 (exchange-deadline exchange))))
+                 (exchange-timeout exchange))))
 
 (defun body-left-p (exchange)
   "Has the body of the request of EXCHANGE, or what came by a connection that was taken, not been
@@ -84,62 +96,68 @@ received to its end?"
   "Receive some octets of the body of the request. Return the vector that they are in, start and
 end, which are equal when the body has ended. The octets are to be used before the next call.
 Signals TIMED-OUT, CONNECTION-LOST and BAD-REQUEST. If the connection was taken, this is whatever
-comes."
+comes, and is waited for without a time-out."
   (let ((connection (exchange-connection exchange)) (decoder (exchange-decoder exchange)))
     (cond ((eq (exchange-state exchange) :taken) (receive-anything connection nil))
-          (t (when (and (exchange-continue-p exchange) (body-left-p exchange)
-                        (eq (exchange-state exchange) :unanswered))
-               (tell-to-continue exchange))
-             (receive-body connection decoder (exchange-deadline exchange))))))
+          (t (moving-octets (exchange)
+               (when (and (exchange-continue-p exchange) (body-left-p exchange)
+                          (eq (exchange-state exchange) :unanswered))
+                 (tell-to-continue exchange))
+               (receive-body connection decoder (exchange-deadline exchange)))))))
 
 (defconstant +most-skipped-octets+ 262144)
 
+(defun skippable-p (exchange)
+  "Is there something left of the body which will come, and can be decoded?"
+  (and (body-left-p exchange)
+       (not (decoder-failed-p (exchange-decoder exchange)))
+       (not (exchange-continue-p exchange))))
+
 (defun skip-body (exchange)
-  "Receive what the handler has not read of the body. Return false if that is too much, or the
-client was not told to send it."
-  (let ((decoder (exchange-decoder exchange)))
-    (unless (eq (exchange-state exchange) :taken)
-      (loop with left of-type fixnum = +most-skipped-octets+
-            while (and (body-left-p exchange) (plusp left)
-                       (not (decoder-failed-p decoder)) (not (exchange-continue-p exchange)))
-            do (multiple-value-bind (octets start end)
-                   (handler-case (receive-part exchange)
-                     (bad-request () (values nil 0 0))) ; the reply has been sent
-                 (declare (ignore octets))
-                 (decf left (- end start))))
-      (not (body-left-p exchange)))))
+  "Receive what the handler has not read of the body. Return false if that is too much, or takes
+longer than one part may, or the client was not told to send it."
+  (unless (eq (exchange-state exchange) :taken)
+    (loop with left of-type fixnum = +most-skipped-octets+
+          with deadline = (exchange-deadline exchange)
+          while (and (skippable-p exchange) (plusp left))
+          do (multiple-value-bind (octets start end)
+                 (handler-case (receive-body (exchange-connection exchange)
+                                             (exchange-decoder exchange) deadline)
+                   (bad-request () (values nil 0 0))) ; the reply has been sent
+               (declare (ignore octets))
+               (decf left (- end start))))
+    (not (body-left-p exchange))))
 
 ;;;; whole replies
 
-;;; After a part of a message the client must not take what is sent next for the rest.
-(defmacro sending ((exchange) &body body)
-  "Execute BODY, which sends something. If it is unwound the connection of EXCHANGE is going to be
-closed."
-  (sb-int:with-unique-names (keep-alive-p)
-    `(let ((,keep-alive-p (shiftf (exchange-keep-alive-p ,exchange) nil)))
-       (multiple-value-prog1 (progn ,@body)
-         (setf (exchange-keep-alive-p ,exchange) ,keep-alive-p)))))
-
 (defun head-only-p (exchange)
   "Does the request ask for the head of the reply only?"
-  (let ((head (exchange-head exchange)))
-    (name-at-p "head" (head-octets head) (head-start head) (head-method-end head))))
+  (head-method-is-p (exchange-head exchange) "HEAD"))
+
+(defun keep-alive-told (exchange)
+  "What PUT-HEAD is to be told of the connection: by HTTP/1.0 it is not kept unless that is said."
+  (and (exchange-keep-alive-p exchange)
+       (or (= 1 (head-minor-version (exchange-head exchange))) :told)))
+
+(defun note-fields (exchange fields)
+  (when (closing-fields-p fields) (setf (exchange-keep-alive-p exchange) nil)))
 
 (defun reply (exchange status fields body)
   "Reply to EXCHANGE with the integer STATUS, FIELDS, an alist of strings, and BODY, octets. The
-fields of length, connection and, if it is not among FIELDS, date are added. Signals TIMED-OUT and
-CONNECTION-LOST; and an error if a field has characters that it must not have, or if there is a
-reply already."
+fields of length and, if it is not among FIELDS, date are added. The connection is closed behind the
+reply if FIELDS say so. Signals TIMED-OUT and CONNECTION-LOST; and an error if a field has
+characters that it must not have, or is about length or encoding, or if there is a reply already."
   (unless (eq (exchange-state exchange) :unanswered) (wrong-state exchange "sent"))
+  (note-fields exchange fields)
   (let ((length (and (body-allowed-p status) (length body))))
     (with-output (output)
-      (put-head output status fields length (exchange-keep-alive-p exchange))
-      (setf (exchange-status exchange) status
-            (exchange-state exchange) :ended)
-      (sending (exchange)
+      (put-head output status fields :length length :keep-alive-p (keep-alive-told exchange))
+      (moving-octets (exchange)
+        (setf (exchange-status exchange) status
+              (exchange-state exchange) :ended)
         (send-output (exchange-connection exchange) output body
                      (if (head-only-p exchange) 0 (or length 0))
-                     (exchange-deadline exchange))))))
+                     (exchange-timeout exchange))))))
 
 ;;;; replies in parts
 
@@ -150,31 +168,32 @@ reply already."
         (t :close)))
 
 (defun put-parted-head (output exchange status fields length framing)
-  (put-head output status
-            (if (or (eq framing :chunked)
-                    (and (eq framing :none) (null length) (body-allowed-p status)
-                         (= 1 (head-minor-version (exchange-head exchange)))))
-                (append fields '(("Transfer-Encoding" . "chunked")))
-                fields)
-            (and (body-allowed-p status) length)
-            (exchange-keep-alive-p exchange)))
+  (let ((body-p (body-allowed-p status)))
+    (put-head output status fields
+              :length (and body-p length)
+              :chunked-p (or (eq framing :chunked)
+                             ;; Only the head was asked for.
+                             (and (eq framing :none) (null length) body-p
+                                  (= 1 (head-minor-version (exchange-head exchange)))))
+              :keep-alive-p (keep-alive-told exchange))))
 
 (defun begin-reply (exchange status fields &key length)
   "Send the head of a reply to EXCHANGE, whose body SEND-PART sends; the integer STATUS; FIELDS, an
 alist of strings; LENGTH, how many octets the body will have, or NIL. END-REPLY must be called.
 Signals what REPLY does."
   (unless (eq (exchange-state exchange) :unanswered) (wrong-state exchange "begun"))
+  (note-fields exchange fields)
   (let ((framing (choose-framing exchange status length)))
     (when (eq framing :close) (setf (exchange-keep-alive-p exchange) nil))
     (with-output (output)
       (put-parted-head output exchange status fields length framing)
-      (setf (exchange-status exchange) status
-            (exchange-framing exchange) framing
-            (exchange-left exchange) (or length 0)
-            (exchange-state exchange) :open)
-      (sending (exchange)
+      (moving-octets (exchange)
+        (setf (exchange-status exchange) status
+              (exchange-framing exchange) framing
+              (exchange-left exchange) (or length 0)
+              (exchange-state exchange) :open)
         (send-output (exchange-connection exchange) output (output-octets output) 0
-                     (exchange-deadline exchange))))))
+                     (exchange-timeout exchange))))))
 
 (defun put-chunk-size (output size)
   (put-string output (string-downcase (write-to-string size :base 16 :radix nil :pretty nil))
@@ -182,16 +201,16 @@ Signals what REPLY does."
   (put-constant output "|"))
 
 (defun send-chunk (exchange octets start end)
-  (let ((connection (exchange-connection exchange)) (deadline (exchange-deadline exchange))
+  (let ((connection (exchange-connection exchange)) (seconds (exchange-timeout exchange))
         (size (- end start)))
     (flet ((send (output)
-             (send-octets connection (output-octets output) 0 (output-fill output) deadline)
+             (send-octets connection (output-octets output) 0 (output-fill output) seconds)
              (setf (output-fill output) 0)))
       (with-output (output)
         (put-chunk-size output size)
         (cond ((<= size +largest-copied-body+) (put-octets output octets start end))
               (t (send output)
-                 (send-octets connection octets start end deadline)))
+                 (send-octets connection octets start end seconds)))
         (put-constant output "|")
         (send output)))))
 
@@ -201,12 +220,12 @@ CONNECTION-LOST, and an error if the head announced fewer octets."
   (declare (type octets octets) (type index start end))
   (unless (eq (exchange-state exchange) :open) (wrong-state exchange "continued"))
   (when (and (< start end) (not (eq (exchange-framing exchange) :none)))
-    (when (eq (exchange-framing exchange) :length) (count-part exchange (- end start)))
-    (sending (exchange)
+    (moving-octets (exchange)
+      (when (eq (exchange-framing exchange) :length) (count-part exchange (- end start)))
       (if (eq (exchange-framing exchange) :chunked)
           (send-chunk exchange octets start end)
           (send-octets (exchange-connection exchange) octets start end
-                       (exchange-deadline exchange))))))
+                       (exchange-timeout exchange))))))
 
 (defun count-part (exchange n)
   (when (> n (exchange-left exchange))
@@ -220,9 +239,9 @@ connection is going to be closed. Signals TIMED-OUT and CONNECTION-LOST."
   (case (exchange-framing exchange)
     (:chunked (let ((end (load-time-value
                           (string-octets (format nil "0~C~C~:*~:*~C~C" #\Return #\Newline)) t)))
-                (sending (exchange)
+                (moving-octets (exchange)
                   (send-octets (exchange-connection exchange) end 0 (length (the octets end))
-                               (exchange-deadline exchange)))))
+                               (exchange-timeout exchange)))))
     (:length (when (plusp (exchange-left exchange)) (setf (exchange-keep-alive-p exchange) nil))))
   (setf (exchange-state exchange) :ended))
 

@@ -13,9 +13,8 @@
 ;;; That call has no flag by which it does not wait: the socket is made non-blocking first, and
 ;;; stays so, which nothing else here minds.
 
-;;; A piece at a time, each of which the client must take in time; and the disk is not waited for
-;;; by one call for as long as the whole file takes.
-(defconstant +file-piece+ (expt 2 18))
+;;; It goes a piece at a time: the disk is not waited for by one call for as long as the whole file
+;;; takes, and other fibers run in between though the client may take it as fast as it comes.
 
 (defun send-piece (connection file offset count)
   "Have the kernel send COUNT octets of FILE, a descriptor, from OFFSET on. Return how many it has
@@ -28,22 +27,31 @@ taken, or NIL, and the error."
               (connection-fd connection) file (sb-alien:addr offset) count)))
       (if (minusp n) (values nil (sb-alien:get-errno)) n))))
 
+(defparameter *client-errors* '(32 104 107 110)
+  "The errors by which a client is lost: EPIPE, ECONNRESET, ENOTCONN and ETIMEDOUT of Linux.")
+
+(defun send-some-of-file (connection file start end deadline)
+  "Send some octets of FILE, or wait until some can be sent. Return how many were sent."
+  (multiple-value-bind (n errno) (send-piece connection file start (- end start))
+    (cond ((eql n 0) (error "A file has become shorter while it was sent."))
+          (n (incf (connection-sent connection) n)
+             n)
+          ((= errno sb-unix:ewouldblock) (await connection :output deadline)
+           0)
+          ((= errno sb-unix:eintr) 0)
+          ((member errno *client-errors*) (lose connection errno))
+          (t (error "A file cannot be sent: ~A" (sb-int:strerror errno))))))
+
 (defun send-file (connection file start end seconds)
-  "Send octets START to END of FILE, a descriptor, to the client, who must take each piece within
-SECONDS. Signals TIMED-OUT and CONNECTION-LOST."
+  "Send octets START to END of FILE, a descriptor, to the client, who must take them as SEND-OCTETS
+says. Signals TIMED-OUT and CONNECTION-LOST, and an error if FILE cannot be read."
   (declare (type index start end))
   (make-nonblocking connection)
-  (loop while (< start end)
-        do (let ((piece-end (min end (+ start +file-piece+))) (deadline (deadline-after seconds)))
-             (loop while (< start piece-end)
-                   do (multiple-value-bind (n errno)
-                          (send-piece connection file start (- piece-end start))
-                        (cond ((eql n 0) (error "A file has become shorter while it was sent."))
-                              (n (incf start n)
-                                 (incf (connection-sent connection) n))
-                              ((= errno sb-unix:ewouldblock) (await connection :output deadline))
-                              ((= errno sb-unix:eintr))
-                              (t (error 'connection-lost :errno errno))))))))
+  (by-pieces (start end piece-end)
+    (let ((deadline (deadline-after seconds)))
+      (loop while (< start piece-end)
+            do (incf start (send-some-of-file connection file start piece-end deadline)))
+      (sb-thread:thread-yield))))
 
 ;;;; ranges: RFC 9110, 14
 
@@ -74,8 +82,7 @@ if it asks for several parts, or is not understood: then the whole is sent."
     (and n (field-value head n))))
 
 (defun get-p (exchange)
-  (let ((head (exchange-head exchange)))
-    (name-at-p "get" (head-octets head) (head-start head) (head-method-end head))))
+  (head-method-is-p (exchange-head exchange) "GET"))
 
 (defun wanted-range (exchange modified size)
   "As PARSE-RANGE, for the request of EXCHANGE for a file that was modified at MODIFIED."
@@ -87,6 +94,7 @@ if it asks for several parts, or is not understood: then the whole is sent."
   "Does the client of EXCHANGE want a file only if it was modified after MODIFIED?"
   (let ((since (request-field exchange "if-modified-since")))
     (and since
+         (or (get-p exchange) (head-only-p exchange))
          (null (request-field exchange "if-none-match"))
          (let ((time (parse-date since)))
            (and time (<= modified time))))))
@@ -95,29 +103,53 @@ if it asks for several parts, or is not understood: then the whole is sent."
 
 (defconstant +unix-epoch+ (encode-universal-time 0 0 0 1 1 1970 0))
 
+(defconstant +o-cloexec+ #o2000000)     ; of Linux
+
+(defun refuse-file (path format &rest arguments)
+  (error 'sb-int:simple-file-error :pathname path
+                                   :format-control "Cannot send ~A: ~?"
+                                   :format-arguments (list path format arguments)))
+
+(defun file-name (path)
+  "The name of the file that OPEN would open for PATH, as the system has it."
+  (let ((name (sb-ext:native-namestring (translate-logical-pathname (merge-pathnames path))
+                                        :as-file t)))
+    ;; Or the name would end there: of "secret<NUL>.png" that is another one.
+    (when (find #\Nul name) (refuse-file path "its name has a NUL"))
+    name))
+
+;;; Without waiting for somebody who writes, if that is a pipe.
+(defun open-file (path)
+  "Return a descriptor of the file at PATH."
+  (multiple-value-bind (fd errno)
+      (sb-unix:unix-open (file-name path)
+                         (logior sb-unix:o_rdonly +o-nonblock+ +o-cloexec+) 0)
+    (or fd (refuse-file path "~A" (sb-int:strerror errno)))))
+
+(defun size-and-time (fd path)
+  "The size of the file with the descriptor FD, and when it was modified."
+  (multiple-value-bind (ok device inode mode links uid gid rdev size atime mtime)
+      (sb-unix:unix-fstat fd)
+    (declare (ignore ok device inode links uid gid rdev atime))
+    (unless (= #o100000 (logand mode #o170000)) (refuse-file path "it is no regular file"))
+    (values size (+ mtime +unix-epoch+))))
+
 (defun call-with-open-file (path function)
   "Call FUNCTION with a descriptor of the file at PATH, its size, and when it was modified."
-  (let ((name (sb-ext:native-namestring (translate-logical-pathname path) :as-file t)))
-    (flet ((refuse (errno)
-             (error 'sb-int:simple-file-error :pathname path
-                                              :format-control "Cannot send ~A: ~A"
-                                              :format-arguments (list name errno))))
-      (multiple-value-bind (fd errno) (sb-unix:unix-open name sb-unix:o_rdonly 0)
-        (unless fd (refuse (sb-int:strerror errno)))
-        (unwind-protect
-             (multiple-value-bind (ok device inode mode links uid gid rdev size atime mtime)
-                 (sb-unix:unix-fstat fd)
-               (declare (ignore ok device inode links uid gid rdev atime))
-               (unless (= #o100000 (logand mode #o170000)) (refuse "it is no regular file"))
-               (funcall function fd size (+ mtime +unix-epoch+)))
-          (sb-unix:unix-close fd))))))
+  (let ((fd nil))
+    (sb-sys:without-interrupts          ; a descriptor that nobody knows stays open
+      (unwind-protect
+           (progn (setf fd (open-file path))
+                  (sb-sys:with-local-interrupts
+                    (multiple-value-call function fd (size-and-time fd path))))
+        (when fd (sb-unix:unix-close fd))))))
 
 (defun send-part-of-file (exchange status fields file start end)
   (begin-reply exchange status fields :length (- end start))
   (unless (eq (exchange-framing exchange) :none)
-    (sending (exchange)
-      (send-file (exchange-connection exchange) file start end (exchange-timeout exchange)))
-    (setf (exchange-left exchange) 0))
+    (moving-octets (exchange)
+      (send-file (exchange-connection exchange) file start end (exchange-timeout exchange))
+      (setf (exchange-left exchange) 0)))
   (end-reply exchange))
 
 (defun reply-with-open-file (exchange fields file size modified)

@@ -104,6 +104,16 @@ The connection must be closed: where the next message begins is not known."))
   "Return the method of HEAD, a string."
   (octets-string (head-octets head) (head-start head) (head-method-end head)))
 
+;;; Methods are told apart by case, RFC 9110, 9.1: a proxy takes the reply to a "head" for one with a
+;;; body.
+(defun head-method-is-p (head method)
+  "Is METHOD, a string, that of HEAD?"
+  (let ((octets (head-octets head)) (start (head-start head)))
+    (and (= (length method) (- (head-method-end head) start))
+         (loop for character across method
+               for i of-type index from start
+               always (= (char-code character) (aref octets i))))))
+
 (defun head-target (head)
   "Return the target of HEAD as it was sent, a string."
   (octets-string (head-octets head) (head-target-start head) (head-target-end head)))

@@ -12,7 +12,8 @@
 ;;; A place is one of
 ;;;  (:TCP address port)   address is a string, of IPv4 or IPv6, or NIL for all of IPv4; port 0
 ;;;                        stands for one that the kernel chooses;
-;;;  (:UNIX path)          a socket in the file system, which exists as long as the listener;
+;;;  (:UNIX path)          a socket in the file system, which exists as long as the listener; the
+;;;                        processes that start at one path must do so one after another;
 ;;;  (:FD descriptor)      a socket that listens already, inherited from who started the process.
 
 (deftype place ()
@@ -20,9 +21,11 @@
        (cons (eql :unix) (cons (or string pathname) null))
        (cons (eql :fd) (cons (integer 0 #.(1- (expt 2 31))) null))))
 
-(defstruct (listener (:constructor make-listener (place socket)) (:copier nil))
+(defstruct (listener (:constructor make-listener (place socket &optional file)) (:copier nil))
   "A socket that connections are accepted from."
   (place (sb-int:missing-arg) :type place :read-only t)
+  ;; in the file system: its device and inode
+  (file nil :type list :read-only t)
   (socket (sb-int:missing-arg) :type sb-bsd-sockets:socket :read-only t))
 (declaim (sb-ext:freeze-type listener))
 
@@ -77,15 +80,17 @@
       (when shared-p (share-port socket))
       (values socket (list address port)))))
 
-(defun socket-p (path)
-  "Is there a socket at PATH?"
+(defun native-path (path)
+  (if (stringp path) path (sb-ext:native-namestring path)))
+
+(defun socket-file (path)
+  "Device and inode of the socket at PATH, a list; NIL if there is none."
   (multiple-value-bind (ok device inode mode) (sb-unix:unix-lstat path)
-    (declare (ignore device inode))
-    (and ok (= #o140000 (logand mode #o170000)))))
+    (and ok (= #o140000 (logand mode #o170000)) (list device inode))))
 
 (defun remove-stale-socket (path)
   "Remove the socket at PATH if nobody listens there."
-  (when (socket-p path) (remove-socket-unless-used path)))
+  (when (socket-file path) (remove-socket-unless-used path)))
 
 (defun remove-socket-unless-used (path)
   (let ((socket (make-instance 'sb-bsd-sockets:local-socket :type :stream)))
@@ -96,7 +101,7 @@
       (sb-bsd-sockets:socket-close socket))))
 
 (defun open-unix-socket (path)
-  (let ((path (sb-ext:native-namestring path)))
+  (let ((path (native-path path)))
     (remove-stale-socket path)
     (values (make-instance 'sb-bsd-sockets:local-socket :type :stream) (list path))))
 
@@ -110,12 +115,14 @@
                          (t (error "Descriptor ~D is no socket that a server can listen at." fd)))
                    :type :stream :descriptor fd)))
 
-(defun listen-at (socket address backlog)
+(defun listen-at (backlog socket address)
+  "Let SOCKET listen at ADDRESS, a list. Return SOCKET."
   (let ((done nil))
     (unwind-protect
          (progn (apply #'sb-bsd-sockets:socket-bind socket address)
                 (sb-bsd-sockets:socket-listen socket backlog)
-                (setf done t))
+                (setf done t)
+                socket)
       (unless done (sb-bsd-sockets:socket-close socket)))))
 
 (defun open-listener (place &key (backlog 1024) (shared-p nil))
@@ -123,23 +130,20 @@
 processes may listen there, too. Signals SB-BSD-SOCKETS:SOCKET-ERROR, for example if the port is in
 use."
   (sb-int:aver (typep place 'place))
-  (make-listener place
-                 (ecase (first place)
-                   (:fd (inherited-socket (second place)))
-                   ((:tcp :unix)
-                    (multiple-value-bind (socket address)
-                        (if (eq (first place) :tcp)
-                            (open-tcp-socket (second place) (third place) shared-p)
-                            (open-unix-socket (second place)))
-                      (listen-at socket address backlog)
-                      socket)))))
+  (ecase (first place)
+    (:fd (make-listener place (inherited-socket (second place))))
+    (:tcp (make-listener place (multiple-value-call #'listen-at backlog
+                                 (open-tcp-socket (second place) (third place) shared-p))))
+    (:unix (let ((socket (multiple-value-call #'listen-at backlog
+                           (open-unix-socket (second place)))))
+             (make-listener place socket (socket-file (native-path (second place))))))))
 
+;;; Prevents: the socket of another process removed, which has taken the place over.
 (defun close-listener (listener)
-  (let ((place (listener-place listener)))
-    (when (eq (first place) :unix)
-      (let ((path (sb-ext:native-namestring (second place))))
-        (when (socket-p path) (sb-unix:unix-unlink path))))
-    (sb-bsd-sockets:socket-close (listener-socket listener))))
+  (when (listener-file listener)
+    (let ((path (native-path (second (listener-place listener)))))
+      (when (equal (listener-file listener) (socket-file path)) (sb-unix:unix-unlink path))))
+  (sb-bsd-sockets:socket-close (listener-socket listener)))
 
 (defun listener-address (listener)
   "Where LISTENER listens: a place, in which the port is the real one."

@@ -154,25 +154,60 @@ could split the reply in two."
 (defun body-allowed-p (status)
   (not (or (< status 200) (= status 204) (= status 304))))
 
-(defun put-head (output status fields length keep-alive-p)
-  "Put the head of a reply. LENGTH is that of the body; NIL if there is none, or FIELDS tell it. The
-date is added if FIELDS have none."
+;;; Two framings in one head: a proxy may believe the other one.
+(defun refuse-field (name)
+  (error "The field ~A of a reply is for the server: it must not be among the FIELDS." name))
+
+(defun server-option-p (value)
+  "Does VALUE, of the field Connection, tell whether it is kept, as the server does?"
+  (or (string-equal value "close") (string-equal value "keep-alive")))
+
+(defun kind-of-field (name value)
+  "What a field of a reply, NAME and VALUE, is: :DATE; :OPTION, if the server tells the same; or
+NIL. Signals an error if it is for the server alone."
+  (flet ((is (other) (string-equal name other)))
+    (case (length name)
+      (4 (and (is "date") :date))
+      (10 (and (is "connection") (server-option-p value) :option))
+      (14 (and (is "content-length") (refuse-field name)))
+      (17 (and (is "transfer-encoding") (refuse-field name))))))
+
+(defun put-fields (output fields)
+  "Put FIELDS, and the date, if it is not among them."
+  (let ((date-p nil))
+    (loop for (name . value) in fields
+          for kind = (kind-of-field name value)
+          do (when (eq kind :date) (setf date-p t))
+             (unless (eq kind :option) (put-field output name value)))
+    (unless date-p (put-date output))))
+
+(defun closing-fields-p (fields)
+  "Do FIELDS tell that the connection is going to be closed?"
+  (loop for (name . value) in fields
+          thereis (and (string-equal name "connection") (string-equal value "close"))))
+
+(defun put-head (output status fields &key length (chunked-p nil) (keep-alive-p t))
+  "Put the head of a reply. LENGTH is that of the body, or NIL. KEEP-ALIVE-P is :TOLD if the client
+does not expect that the connection is kept."
   (put-status-line output status)
-  (unless (assoc "date" fields :test #'string-equal) (put-date output))
-  (loop for (name . value) in fields do (put-field output name value))
+  (put-fields output fields)
   (when length
     (put-constant output "Content-Length: ")
     (put-number output length)
     (put-constant output "|"))
-  (unless keep-alive-p (put-constant output "Connection: close|"))
+  (when chunked-p (put-constant output "Transfer-Encoding: chunked|"))
+  (case keep-alive-p
+    ((nil) (put-constant output "Connection: close|"))
+    (:told (put-constant output "Connection: keep-alive|")))
   (put-constant output "|"))
 
-(defun send-output (connection output body sent deadline)
-  "Send what has been put into OUTPUT, a head, and then SENT octets of BODY."
+(defun send-output (connection output body sent seconds)
+  "Send what has been put into OUTPUT, a head, and then SENT octets of BODY. The client must take
+them as SEND-OCTETS says."
   (let ((copied-p (<= sent +largest-copied-body+)))
     (when copied-p (put-octets output body 0 sent))
-    (send-octets connection (output-octets output) 0 (output-fill output) deadline)
-    (unless copied-p (send-octets connection body 0 sent deadline))))
+    (send-octets connection (output-octets output) 0 (output-fill output) seconds)
+    (unless copied-p (send-octets connection body 0 sent seconds))))
 
 (defmacro with-output ((output) &body body)
   "Execute BODY with OUTPUT bound to an OUTPUT that is empty."
@@ -180,13 +215,14 @@ date is added if FIELDS have none."
      (multiple-value-prog1 (progn ,@body)
        (give-buffer-back (output-octets ,output)))))
 
-(defun send-reply (connection status fields body &key (head-only-p nil) (keep-alive-p t) deadline)
+(defun send-reply (connection status fields body &key (head-only-p nil) (keep-alive-p t) seconds)
   "Send a whole reply to the client of CONNECTION: the integer STATUS, FIELDS, an alist of strings,
-and BODY, octets. If HEAD-ONLY-P the body is not sent, but its length is. Signals TIMED-OUT at
-DEADLINE, and CONNECTION-LOST; and an error if a field has characters that it must not have."
+and BODY, octets. If HEAD-ONLY-P the body is not sent, but its length is. The client must take each
+262,144 octets within SECONDS, or any time if that is NIL. Signals TIMED-OUT and CONNECTION-LOST;
+and an error if a field has characters that it must not have, or is one of the server's."
   (declare (type octets body))
   (let* ((length (and (body-allowed-p status) (length body)))
          (sent (if (or head-only-p (null length)) 0 length)))
     (with-output (output)
-      (put-head output status fields length keep-alive-p)
-      (send-output connection output body sent deadline))))
+      (put-head output status fields :length length :keep-alive-p keep-alive-p)
+      (send-output connection output body sent seconds))))

@@ -61,7 +61,7 @@
   (when-full :wait :type (member :wait :refuse) :read-only t)
   (idle-timeout nil :type (or null (real 0)) :read-only t)
   (timeout nil :type (or null (real 0)) :read-only t)
-  (group (sb-int:missing-arg) :read-only t)
+  (group nil)                           ; NIL until it is started
   (own-group-p nil :type boolean :read-only t)
   (listeners '() :type list)
   (acceptors '() :type list)
@@ -128,13 +128,14 @@ DEADLINE."
 
 (defun log-error (condition)
   "Tell *ERROR-OUTPUT* of CONDITION, which a handler signalled."
-  (format *error-output* "~&SB-FIBER-HTTP: ~A~%" condition)
-  (finish-output *error-output*))
+  (ignore-errors                        ; or else the client would get no reply
+    (format *error-output* "~&SB-FIBER-HTTP: ~A~%" condition)
+    (finish-output *error-output*)))
 
 ;;; ON-ERROR may be a debugger: meanwhile nobody would be served.
 (defun note-server-error (server condition)
   (count-error server)
-  (ignore-errors (log-error condition)))
+  (log-error condition))
 
 ;;;; requests
 
@@ -142,28 +143,35 @@ DEADLINE."
   "Tell the client what was wrong."
   (send-reply connection (bad-request-status condition) '(("Content-Type" . "text/plain"))
               (string-octets (format nil "~A~%" (bad-request-reason condition)))
-              :keep-alive-p nil :deadline (deadline-after (server-timeout server))))
+              :keep-alive-p nil :seconds (server-timeout server)))
 
 (defun reply-with-error (exchange)
   (setf (exchange-keep-alive-p exchange) nil)
   (reply exchange 500 '(("Content-Type" . "text/plain"))
          (load-time-value (string-octets (format nil "Internal Server Error~%")) t)))
 
+(deftype failure ()
+  "What a handler may signal that its server deals with. After a STORAGE-CONDITION there may be no
+room for more than leaving."
+  '(and (or error sb-ext:timeout) (not storage-condition)))
+
+(defun of-client-p (condition exchange)
+  "Is CONDITION something that the client of EXCHANGE did? A handler may be a client itself."
+  (typecase condition
+    (bad-request t)
+    (client-error (eq (client-error-connection condition) (exchange-connection exchange)))))
+
+(defun call-handler-noting-failures (server exchange)
+  (handler-bind ((failure (lambda (condition)
+                            (unless (of-client-p condition exchange)
+                              (note-error server condition)
+                              (return-from call-handler-noting-failures)))))
+    (funcall (server-handler server) exchange)))
+
 (defun call-handler (server exchange)
   "Call the handler of SERVER."
-  (block handler
-    (note-error server
-                (block exhausted
-                  (handler-bind ((error (lambda (condition)
-                                          (unless (typep condition '(or timed-out connection-lost
-                                                                     bad-request))
-                                            (note-error server condition)
-                                            (return-from handler))))
-                                 ;; There may be no room for more than leaving.
-                                 (storage-condition (lambda (condition)
-                                                      (return-from exhausted condition))))
-                    (funcall (server-handler server) exchange)
-                    (return-from handler))))))
+  (handler-case (call-handler-noting-failures server exchange)
+    (storage-condition (condition) (note-error server condition))))
 
 (defun refuse-in-exchange (server exchange condition)
   (setf (exchange-keep-alive-p exchange) nil)
@@ -195,7 +203,9 @@ DEADLINE."
     (serve-exchange server exchange)
     (cond ((eq (exchange-state exchange) :taken) nil)
           ((and (exchange-keep-alive-p exchange) (skip-body exchange)))
-          (t (when (body-left-p exchange) (linger connection +linger-seconds+))
+          ;; Something else may be there, if the client has not waited.
+          (t (when (or (body-left-p exchange) (usable-now-p connection))
+               (linger connection +linger-seconds+))
              nil))))
 
 (defun serve-requests (server client)
@@ -217,7 +227,7 @@ DEADLINE."
 (defun serve-client (server client)
   (unwind-protect
        (handler-case (serve-requests server client)
-         ((or timed-out connection-lost) ())) ; not worth a message
+         (client-error ()))             ; not worth a message
     (remove-client server (sb-fiber:current-fiber))))
 
 ;;;; accepting
@@ -237,18 +247,21 @@ wait, twice as long each time."
                                                         (listener-socket listener)))))
                  (when (first socket+peer) (return (values-list socket+peer))))
              (sb-bsd-sockets:bad-file-descriptor-error (condition) (error condition))
-             (sb-bsd-sockets:socket-error (condition)
+             ((or sb-bsd-sockets:socket-error storage-condition) (condition)
                (note-server-error server condition)
                (sb-fiber:fiber-sleep delay)))))
 
 (defun refuse-client (server socket)
   (with-server (server) (incf (totals-refused (server-totals server))))
-  (handler-case
-      (send-reply (make-connection (sb-bsd-sockets:socket-file-descriptor socket))
-                  503 '(("Content-Type" . "text/plain") ("Retry-After" . "1"))
-                  (string-octets (format nil "The server has as many clients as it may.~%"))
-                  :keep-alive-p nil :deadline (deadline-after 0))
-    ((or timed-out connection-lost) ()))
+  (let ((connection (make-connection (sb-bsd-sockets:socket-file-descriptor socket))))
+    (handler-case
+        (send-reply connection 503 '(("Content-Type" . "text/plain") ("Retry-After" . "1"))
+                    (string-octets (format nil "The server has as many clients as it may.~%"))
+                    :keep-alive-p nil :seconds 0)
+      (client-error ())
+      (:no-error (&rest values)
+        (declare (ignore values))
+        (linger connection 0))))
   nil)
 
 (defun enter-client (server fiber client)
@@ -257,10 +270,25 @@ wait, twice as long each time."
     (incf (totals-accepted (server-totals server)))
     (setf (gethash fiber (server-clients server)) client)))
 
+;;; A fiber that has lost its stack has run no cleanup.
+(defun remove-dead-clients (server)
+  (dolist (fiber (with-server (server)
+                   (loop for fiber being the hash-keys of (server-clients server)
+                         when (member (sb-fiber:fiber-state fiber) '(:finished :aborted))
+                           collect fiber)))
+    (remove-client server fiber)))
+
+(defun await-place (server test)
+  "Wait until TEST, called with the lock of SERVER held, is true. Return what it returns."
+  (loop
+    (let ((value (await-change server test (deadline-after 1))))
+      (when value (return value)))
+    (remove-dead-clients server)))
+
 (defun enter-client-when-allowed (server fiber client)
   (flet ((enter () (enter-client server fiber client)))
     (ecase (server-when-full server)
-      (:wait (await-change server #'enter nil))
+      (:wait (await-place server #'enter))
       (:refuse (with-server (server) (enter))))))
 
 (defun start-client (server client)
@@ -289,18 +317,10 @@ wait, twice as long each time."
       (note-server-error server condition)
       nil)))
 
-;;; A fiber that has lost its stack has run no cleanup.
-(defun remove-dead-clients (server)
-  (dolist (fiber (with-server (server)
-                   (loop for fiber being the hash-keys of (server-clients server)
-                         when (member (sb-fiber:fiber-state fiber) '(:finished :aborted))
-                           collect fiber)))
-    (remove-client server fiber)))
-
 (defun accept-client (server listener)
   (when (with-server (server) (full-p server)) (remove-dead-clients server))
   (when (eq (server-when-full server) :wait)
-    (await-change server (lambda () (not (full-p server))) nil))
+    (await-place server (lambda () (not (full-p server)))))
   (multiple-value-bind (socket address port) (accept-patiently server listener)
     (let ((started nil))
       ;; It may be ended where it waits for a lock, too.
@@ -331,14 +351,32 @@ wait, twice as long each time."
       (unless done (mapc #'close-listener listeners)))))
 
 (defun start-acceptors (server)
-  (setf (server-acceptors server)
-        (mapcar (lambda (listener)
-                  (sb-fiber:submit-fiber
-                   (server-group server)
-                   (sb-fiber:make-fiber (lambda () (accept-clients server listener))
-                                        :name "HTTP acceptor")))
-                (server-listeners server)))
-  server)
+  (dolist (listener (server-listeners server) server)
+    (push (sb-fiber:submit-fiber
+           (server-group server)
+           (let ((listener listener))
+             (sb-fiber:make-fiber (lambda () (accept-clients server listener))
+                                  :name "HTTP acceptor")))
+          (server-acceptors server))))
+
+(defun check-limit (value name)
+  (unless (typep value '(or null index))
+    (error 'sb-int:simple-program-error
+           :format-control "~S must be NIL or an integer that is not negative, not ~S."
+           :format-arguments (list name value))))
+
+(defun begin-serving (server places backlog shared-p carrier-count)
+  (setf (server-listeners server) (open-listeners places backlog shared-p))
+  (when (server-own-group-p server)
+    (setf (server-group server) (sb-fiber:start-fibers nil :name "HTTP server"
+                                                           :carrier-count carrier-count)))
+  (start-acceptors server))
+
+(defun end-serving (server)
+  "Undo what BEGIN-SERVING has done of SERVER, by which nobody has been served."
+  (end-fibers (server-acceptors server))
+  (mapc #'close-listener (server-listeners server))
+  (when (server-group server) (finish-own-group server)))
 
 (defun start-server (handler &key (address "127.0.0.1") (port 8080)
                                   (listen (list (list :tcp address port)))
@@ -361,35 +399,32 @@ error, with which ON-ERROR is called first, or a STORAGE-CONDITION. The other ar
   :CARRIER-COUNT    how many OS threads run the fibers, or NIL for the default of
                     SB-FIBER:START-FIBERS;
   :GROUP            a group of fibers to be used instead;
-  :MAX-HEAD         how many octets the head of a request may have, 65,536 by default; longer ones
-                    are answered with 431, or 414;
+  :MAX-HEAD         how many octets the head of a request may have, 65,536 by default, of which its
+                    first line may have 8,192, with at most 100 fields; others are answered with
+                    status 431, or 414;
   :MAX-BODY         how many octets a body may have, or NIL for any number; longer ones are answered
                     with 413;
   :MAX-CONNECTIONS  how many clients may be connected, or NIL for any number. If there are as many
                     others wait to be accepted, or get status 503 if WHEN-FULL is :REFUSE;
   :IDLE-TIMEOUT     after how many seconds without a request a connection is closed, 60 by default;
-  :TIMEOUT          how many seconds a client may take for a head, or for what the server waits for
-                    in a body or a reply, 20 by default.
+  :TIMEOUT          how many seconds a client may take for a head, for some more octets of a body, or
+                    for each 262,144 octets of a reply, 20 by default.
 Time-outs may be NIL. Signals TYPE-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it cannot listen."
   (when (and group carrier-count)
     (error "A GROUP has its carriers: give it or a CARRIER-COUNT, not both."))
-  (let ((listeners (open-listeners listen backlog share-port)) (started nil))
-    (unwind-protect
-         (multiple-value-prog1
-             (start-acceptors
-              (%make-server :handler (coerce handler 'function)
-                            :on-error (coerce on-error 'function)
-                            :limits (make-limits :head max-head :line (min 8192 max-head))
-                            :most-body (min (or max-body +unlimited+) +unlimited+)
-                            :most-connections max-connections :when-full when-full
-                            :idle-timeout idle-timeout :timeout timeout
-                            :group (or group
-                                       (sb-fiber:start-fibers nil :name "HTTP server"
-                                                                  :carrier-count carrier-count))
-                            :own-group-p (null group)
-                            :listeners listeners))
-           (setf started t))
-      (unless started (mapc #'close-listener listeners)))))
+  (check-limit max-connections :max-connections)
+  (check-limit max-body :max-body)
+  (let ((server (%make-server
+                 :handler (coerce handler 'function) :on-error (coerce on-error 'function)
+                 :limits (make-limits :head max-head :line (min 8192 max-head))
+                 :most-body (min (or max-body +unlimited+) +unlimited+)
+                 :most-connections max-connections :when-full when-full
+                 :idle-timeout idle-timeout :timeout timeout
+                 :group group :own-group-p (null group)))
+        (started nil))
+    (unwind-protect (prog1 (begin-serving server listen backlog share-port carrier-count)
+                      (setf started t))
+      (unless started (end-serving server)))))
 
 (defun server-listener-places (server)
   "Return an alist of the listeners of SERVER and their places."
@@ -412,8 +447,8 @@ Time-outs may be NIL. Signals TYPE-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it 
   :IN-PROGRESS  those whose request is being served;
   :ACCEPTED     connections that were accepted since it started;
   :REFUSED      those that got status 503 since there were too many;
-  :REQUESTS     requests that came;
-  :ERRORS       errors that ON-ERROR was called with;
+  :REQUESTS     requests that came, but for those whose head was refused;
+  :ERRORS       errors of the handler, of which ON-ERROR was told, and of accepting;
   :RECEIVED     octets that were received;
   :SENT         octets that were sent."
   (with-server (server)

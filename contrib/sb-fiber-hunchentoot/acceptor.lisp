@@ -29,8 +29,8 @@ beside those of HUNCHENTOOT:ACCEPTOR are
   :MAX-BODY   how many octets a body may have, or NIL for any number; a longer one is answered with
               status 413.
 The default TASKMASTER is a FIBER-TASKMASTER, and the default REQUEST-CLASS is FIBER-REQUEST.
-Time-outs are of whole heads and replies: a client that sends an octet now and then does not
-stay."))
+Time-outs are of whole heads, and of each 262,144 octets of a reply: a client that sends or takes an
+octet now and then does not stay."))
 
 (defclass easy-fiber-acceptor (fiber-acceptor hunchentoot:easy-acceptor)
   ()
@@ -75,6 +75,25 @@ stay."))
                                         :error (princ-to-string error)
                                         :backtrace (princ-to-string backtrace))))
 
+(defvar *cut-off-p* nil
+  "Has the reply to the request that is being served ended before its end?")
+
+;;; If the head was sent the client waits for what it has announced, and must not take the next
+;;; reply for that.
+(defun report-failure (error backtrace)
+  "As REPORT-ERROR; the connection is closed if the reply has begun."
+  (let ((sent-p hunchentoot::*headers-sent*))
+    (report-error error backtrace)
+    (when sent-p (setf *cut-off-p* t
+                       hunchentoot::*finish-processing-socket* t))))
+
+(defun of-client-p (condition)
+  "Was CONDITION signalled since the client of this request is gone, or slow?"
+  (and (typep condition 'client-error)
+       (typep hunchentoot::*hunchentoot-stream* 'client-stream)
+       (eq (client-error-connection condition)
+           (client-connection hunchentoot::*hunchentoot-stream*))))
+
 (defun send-contents (acceptor request reply contents)
   "Send what a handler has returned, or the page for its status."
   (let ((contents (or contents
@@ -84,28 +103,30 @@ stay."))
         (send-simple-reply acceptor request reply contents hunchentoot::*hunchentoot-stream*)
         (hunchentoot::start-output (hunchentoot:return-code reply) contents))))
 
-;;; If the head was sent the client waits for what it has announced.
-(defun report-late-error (condition)
-  (let ((sent-p hunchentoot::*headers-sent*))
-    (report-error condition nil)
-    (when sent-p (setf hunchentoot::*finish-processing-socket* t))))
+(defun report-outcome (failure backtrace)
+  "Deal with FAILURE, the error that a handler has signalled, or NIL."
+  (cond ((null failure))
+        ((typep failure 'bad-request) (refuse-body failure))
+        ((of-client-p failure) (error failure)) ; the body did not come
+        (t (report-failure failure backtrace))))
+
+(defun send-contents-or-error (acceptor request contents)
+  (handler-case
+      (hunchentoot::with-debugger
+        (send-contents acceptor request hunchentoot:*reply* contents))
+    (error (condition)
+      (if (of-client-p condition)
+          (error condition)
+          (report-failure condition nil)))))
 
 (defun reply-to-request (acceptor request)
-  (multiple-value-bind (contents error backtrace)
+  (multiple-value-bind (contents failure backtrace)
       (when (eql (hunchentoot:return-code hunchentoot:*reply*) hunchentoot:+http-ok+)
         (catch 'hunchentoot::handler-done
           (hunchentoot:handle-request acceptor request)))
-    (typecase error
-      (null)
-      (bad-request (refuse-body error))
-      ((or timed-out connection-lost) (error error)) ; the body did not come
-      (t (report-error error backtrace)))
+    (report-outcome failure backtrace)
     (unless hunchentoot::*headers-sent*
-      (handler-case
-          (hunchentoot::with-debugger
-            (send-contents acceptor request hunchentoot:*reply* contents))
-        ((or timed-out connection-lost) (condition) (error condition))
-        (error (condition) (report-late-error condition))))))
+      (send-contents-or-error acceptor request contents))))
 
 (defun delete-temporary-files ()
   (dolist (path hunchentoot::*tmp-files*)
@@ -127,6 +148,7 @@ stay."))
 (defun serve-request (acceptor socket head stream)
   "Serve the request with HEAD. Return true if the client may send another."
   (let ((hunchentoot::*finish-processing-socket* t)
+        (*cut-off-p* nil)
         (hunchentoot:*reply* (make-instance (hunchentoot:acceptor-reply-class acceptor)))
         (hunchentoot:*session* nil)
         (hunchentoot::*hunchentoot-stream* stream)
@@ -138,7 +160,7 @@ stay."))
     (when (upgrade-without-body-p head) (take-connection exchange))
     (hunchentoot::with-acceptor-request-count-incremented (acceptor)
       (hunchentoot:process-request (make-request acceptor socket head stream)))
-    (end-output stream)
+    (if *cut-off-p* (finish-output stream) (end-output stream))
     (and (not hunchentoot::*finish-processing-socket*)
          (skip-body exchange))))
 
@@ -147,8 +169,7 @@ stay."))
   (hunchentoot:acceptor-log-message acceptor :warning "~A" condition)
   (send-reply connection (bad-request-status condition) '(("Content-Type" . "text/plain"))
               (string-octets (format nil "~A~%" (bad-request-reason condition)))
-              :keep-alive-p nil
-              :deadline (deadline-after (hunchentoot:acceptor-write-timeout acceptor))))
+              :keep-alive-p nil :seconds (hunchentoot:acceptor-write-timeout acceptor)))
 
 (defconstant +linger-seconds+ 2)
 
@@ -162,14 +183,17 @@ stay."))
     (handler-case
         (loop until (hunchentoot::acceptor-shutdown-p acceptor)
               do (let ((head (receive-head connection (deadline-after timeout) timeout)))
-                   (unless (and head (serve-request acceptor socket head stream))
+                   (unless (and head
+                                ;; It may have come while others were waited for.
+                                (not (hunchentoot::acceptor-shutdown-p acceptor))
+                                (serve-request acceptor socket head stream))
                      (when (and hunchentoot::*close-hunchentoot-stream* (unread-p stream))
                        (linger connection +linger-seconds+))
                      (return))))
-      ((or timed-out connection-lost) ()) ; as for stock acceptors, not worth a message
+      (client-error ())                 ; as for stock acceptors, not worth a message
       (bad-request (condition)
         (handler-case (refuse-request acceptor connection condition)
-          ((or timed-out connection-lost) ())
+          (client-error ())
           (:no-error (&rest values)
             (declare (ignore values))
             (linger connection +linger-seconds+)))))))
@@ -188,5 +212,6 @@ stay."))
              (stream (make-instance 'client-stream
                                     :real-stream socket-stream :connection connection)))
         (unwind-protect (serve-requests acceptor socket connection stream)
+          (drop-all-input connection)
           (when hunchentoot::*close-hunchentoot-stream*
             (close-quietly socket-stream))))))

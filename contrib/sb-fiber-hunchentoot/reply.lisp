@@ -142,4 +142,4 @@
     (with-output (output)
       (put-reply-head output reply length)
       (send-output (client-connection stream) output octets length
-                   (deadline-after (hunchentoot:acceptor-write-timeout acceptor))))))
+                   (hunchentoot:acceptor-write-timeout acceptor)))))

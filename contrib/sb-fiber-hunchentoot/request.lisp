@@ -53,9 +53,8 @@
 
 (defun method-keyword (head)
   (let ((method (head-method head)))
-    ;; A client must not fill the package.
-    (or (gethash method chunga::+string-to-keyword-hash+)
-        (find-symbol (string-upcase method) "KEYWORD")
+    ;; A client must not fill the package. To a proxy, "get" is another method.
+    (or (find-symbol method "KEYWORD")
         (refuse-method method))))
 
 (defun refuse-method (method)
@@ -95,6 +94,18 @@
 (defun protocol-keyword (head)
   (if (= 1 (head-minor-version head)) :http/1.1 :http/1.0))
 
+;;; What cannot be decoded is the client's fault, and is found out now.
+(defun set-what-uri-says (request head)
+  (hunchentoot::handler-case*
+   (progn
+     (set-uri request (head-target head) head)
+     (when (find #\% (hunchentoot:query-string request))
+       (hunchentoot:get-parameters request))
+     (verify-session request head))
+   (error (condition)
+     (hunchentoot:log-message* :error "Error when creating REQUEST object: ~A" condition)
+     (setf (hunchentoot:return-code*) hunchentoot:+http-bad-request+))))
+
 (defun make-lazy-request (acceptor socket head stream)
   "Make a FIBER-REQUEST for what HEAD says, without computing more than is nearly always needed."
   (let ((request (allocate-instance (load-time-value (find-class 'fiber-request))))
@@ -112,16 +123,7 @@
                  hunchentoot:session nil
                  hunchentoot::aux-data nil
                  hunchentoot:raw-post-data nil))
-    (hunchentoot::handler-case*
-     (progn
-       (set-uri request (head-target head) head)
-       ;; What cannot be decoded is the client's fault, and is found out now.
-       (when (find #\% (hunchentoot:query-string request))
-         (hunchentoot:get-parameters request))
-       (verify-session request head))
-     (error (condition)
-       (hunchentoot:log-message* :error "Error when creating REQUEST object: ~A" condition)
-       (setf (hunchentoot:return-code*) hunchentoot:+http-bad-request+)))
+    (set-what-uri-says request head)
     request))
 
 (defun make-full-request (acceptor socket head stream)

@@ -351,3 +351,61 @@
         (send-parts stream (request "/"))
         (is-true (wait-until (flag-value ended)))
         (is (eq 'sb-fiber-http:timed-out outcome))))))
+
+(defun flood (responder outcome)
+  "Send more than any client takes unread; raise OUTCOME when that ends."
+  (handler-case
+      (loop with writer = (funcall responder '(200 ()))
+            with part = (make-array 1000000 :element-type '(unsigned-byte 8))
+            do (funcall writer part))
+    (error () (raise-flag outcome))))
+
+(defun flooding-application (outcome)
+  (lambda (environment)
+    (declare (ignore environment))
+    (lambda (responder) (make-thread #'flood :arguments (list responder outcome)))))
+
+;;; Prevents: a server that cannot be stopped while a thread sends to a client that does not read.
+(test stopped-while-a-thread-sends
+  (let* ((outcome (make-flag))
+         (server (clack.handler.sb-fiber:start (flooding-application outcome)
+                                               :port 0 :timeout nil :response-timeout nil)))
+    (with-connection (stream (first (sb-fiber-http:server-places server)))
+      (send-parts stream (request "/"))
+      (wait-until (< 1000000 (getf (server-statistics server) :sent)))
+      (is (null (sb-fiber-http:stop-server server :drain 1/20)))
+      (is-true (wait-until (flag-value outcome))))))
+
+;;; Prevents: a connection that is kept for ever when its client is gone.
+(test clients-that-leave-threads-behind
+  (let* ((outcome (make-flag))
+         (server (clack.handler.sb-fiber:start (flooding-application outcome)
+                                               :port 0 :response-timeout nil)))
+    (unwind-protect
+         (progn
+           (with-connection (stream (first (sb-fiber-http:server-places server)))
+             (send-parts stream (request "/"))
+             (read-byte stream))
+           (is-true (wait-until (flag-value outcome)))
+           (is-true (wait-until (= 0 (getf (server-statistics server) :connections)))))
+      (sb-fiber-http:stop-server server :drain 0))))
+
+;;; Prevents: a frame that begins in the midst of another.
+(test sockets-end-when-a-frame-is-cut-off
+  (let ((closed-p (make-flag)))
+    (with-application (place (lambda (environment)
+                               (lambda (responder)
+                                 (declare (ignore responder))
+                                 (let ((socket (getf environment :clack.io)))
+                                   (setf (clack.socket:read-callback socket) #'identity)
+                                   (handler-case
+                                       (clack.socket:write-sequence-to-socket
+                                        socket
+                                        (make-array 30000000 :element-type '(unsigned-byte 8)))
+                                     (sb-fiber-http:timed-out ()
+                                       (when (clack.handler.sb-fiber::socket-closed-p socket)
+                                         (raise-flag closed-p)))))))
+                             :timeout 1/10)
+      (with-connection (stream place)
+        (send-parts stream (request "/"))
+        (is-true (wait-until (flag-value closed-p)))))))

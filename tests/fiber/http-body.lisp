@@ -90,6 +90,15 @@ with which it is refused; or NIL if it has no end. The octets are received up to
     (is (eql 400 (decoded (join-octets (message "0") digits))))
     (is (eql 400 (decoded (apply #'message "0" (loop repeat 1000 collect "Trailer: x")))))))
 
+;;; Prevents: a client that sends much, hardly anything of which counts.
+(test chunks-with-long-extensions
+  (flet ((chunks (n extension)
+           (apply #'join-octets
+                  (append (loop repeat n collect (message (format nil "1~A" extension) "x"))
+                          (list (message "0" ""))))))
+    (is (eql 400 (decoded (chunks 900 (format nil ";x=~A" (make-string 100 :initial-element #\y))))))
+    (is (equal 900 (length (first (decoded (chunks 900 ""))))))))
+
 (test each-split-of-chunks
   (let ((whole (decoded *chunked*)))
     (is (loop for i to (length *chunked*)

@@ -41,7 +41,7 @@
             ;; The head is still there.
             (send-reply connection 200 '()
                         (string-octets (format nil "~A ~A" (head-target head) body))
-                        :keep-alive-p keep-alive-p :deadline (deadline-after 20))
+                        :keep-alive-p keep-alive-p :seconds 20)
             (unless keep-alive-p (return :closed)))))
     (error (condition) (type-of condition))))
 
@@ -168,7 +168,7 @@ values, and what SERVE has returned."
                                           (unwind-protect
                                                (handler-case
                                                    (send-reply connection 200 '() body
-                                                               :deadline (deadline-after 1/20))
+                                                               :seconds 1/20)
                                                  (error (condition) (type-of condition)))
                                             (raise-flag ended))))
               (wait-until (flag-value ended))

@@ -182,3 +182,74 @@
             do (is (equal "HTTP/1.1 500 Internal Server Error" (first (ask place "/deep"))))
                (is (equal "flat" (third (ask place "/")))))
       (is (= 3 (statistic server :errors))))))
+
+;;; Prevents: a client that gets no reply, since TIMEOUT is not an error; or since the handler was a
+;;; client of another server, which was slow.
+(test time-outs-in-handlers
+  (let ((errors (make-flag)))
+    (with-test-server (server place
+                              (lambda (exchange)
+                                (if (string= "/other" (target-of exchange))
+                                    (error 'sb-fiber-http:timed-out
+                                           :connection (sb-fiber-http:make-connection 0))
+                                    (sb-ext:with-timeout 1/100 (sleep 1000))))
+                              :on-error (lambda (condition) (note errors (type-of condition))))
+      (dolist (target '("/" "/other"))
+        (is (equal "HTTP/1.1 500 Internal Server Error" (first (ask place target)))))
+      (is (equal '(sb-fiber-http:timed-out sb-ext:timeout) (flag-notes errors))))))
+
+;;; Prevents: what is left of a body being taken for the next request.
+(test reading-that-was-left
+  (with-test-server (server place
+                            (lambda (exchange)
+                              (handler-case
+                                  (sb-ext:with-timeout 1/20
+                                    (read-byte (sb-fiber-http:make-body-stream exchange)))
+                                (sb-ext:timeout () (reply-with exchange "late")))))
+    (with-connection (stream place)
+      (send-parts stream (request "/" "Content-Length: 5"))
+      (is (equal "late" (third (read-reply stream))))
+      (is (null (read-byte stream nil))))))
+
+(test fields-of-the-server
+  (with-test-server (server place
+                            (lambda (exchange)
+                              (let ((target (target-of exchange)))
+                                (reply exchange 200
+                                       (cond ((string= target "/length") '(("content-length" . "9")))
+                                             ((string= target "/chunks")
+                                              '(("Transfer-Encoding" . "chunked")))
+                                             ((string= target "/close") '(("Connection" . "close")))
+                                             (t '(("Connection" . "X-Y"))))
+                                       (string-octets "ok")))))
+    (dolist (target '("/length" "/chunks"))
+      (is (equal "HTTP/1.1 500 Internal Server Error" (first (ask place target)))))
+    (with-connection (stream place)
+      (send-parts stream (request "/"))
+      (is (equal '("Connection: X-Y" "Content-Length: 2") (second (read-reply stream))))
+      (send-parts stream (request "/close"))
+      (is (equal '("Content-Length: 2" "Connection: close") (second (read-reply stream))))
+      (is (null (read-byte stream nil))))
+    (with-connection (stream place)
+      (send-parts stream (message "GET /x HTTP/1.0" "Connection: keep-alive" ""))
+      (is (member "Connection: keep-alive" (second (read-reply stream)) :test #'string=)))))
+
+;;; Prevents: a proxy that waits for the body of a reply to "head".
+(test methods-in-lower-case
+  (with-test-server (server place #'serve-parts)
+    (is (equal "whole" (third (answer-to place (message "head /whole HTTP/1.1" "Host: x" "")))))))
+
+;;; Prevents: a client cut off that takes its time for a large reply, but takes it.
+(test slow-readers-of-large-replies
+  (let ((size 30000000))
+    (with-test-server (server place
+                              (lambda (exchange)
+                                (reply exchange 200 *text*
+                                       (make-array size :element-type '(unsigned-byte 8))))
+                              :timeout 1/2)
+      (with-connection (stream place)
+        (send-parts stream (request "/" "Connection: close"))
+        (let ((buffer (make-array 1000000 :element-type '(unsigned-byte 8))))
+          (is (< size (loop for n = (read-sequence buffer stream)
+                            sum n while (= n 1000000)
+                            do (sleep 1/25)))))))))

@@ -93,3 +93,41 @@
   (is (null (sb-fiber-http:parse-date "Sun, 06 Nov 1994 08:49:37 CET")))
   (is (null (sb-fiber-http:parse-date "Sun, 06 Nop 1994 08:49:37 GMT")))
   (is (null (sb-fiber-http:parse-date "Sun, 66 Nov 1994 08:49:37 GMT"))))
+
+;;; Prevents: a carrier that waits for who writes to a pipe.
+(test pipes
+  (let ((path (temporary-path "pipe")))
+    (sb-posix:mkfifo path #o600)
+    (unwind-protect
+         (with-test-server (server place (serve-file path) :carrier-count 1)
+           (is (equal "HTTP/1.1 500 Internal Server Error" (first (ask place "/")))))
+      (sb-posix:unlink path))))
+
+(test names-of-files
+  (call-with-file
+   (lambda (path)
+     (let ((directory (make-pathname :name nil :type nil :defaults path))
+           (name (file-namestring path)))
+       (with-test-server (server place (lambda (exchange)
+                                         (let ((*default-pathname-defaults* directory))
+                                           (sb-fiber-http:reply-with-file exchange name))))
+         (is (equal "abc" (third (ask place "/"))))))
+     ;; It must not end where C thinks that it does.
+     (with-test-server (server place (serve-file (format nil "~A~C.png" path (code-char 0))))
+       (is (equal "HTTP/1.1 500 Internal Server Error" (first (ask place "/"))))))
+   (octets-of-size 3)))
+
+(test conditions-of-other-methods
+  (call-with-file
+   (lambda (path)
+     (with-test-server (server place (serve-file path))
+       (let ((condition (format nil "If-Modified-Since: ~A"
+                                (field-of "Last-Modified" (second (ask place "/"))))))
+         (loop for (method status) in '(("GET" 304) ("HEAD" 304) ("POST" 200))
+               do (is (eql status
+                           (parse-integer (first (answer-to place
+                                                            (message (format nil "~A / HTTP/1.1"
+                                                                             method)
+                                                                     "Host: x" condition "")))
+                                          :start 9 :end 12)))))))
+   (octets-of-size 3)))

@@ -55,6 +55,18 @@
      (is-true (probe-file path)))
    (string-octets "precious")))
 
+;;; Prevents: a server that removes, as it stops, the socket of the one that has taken its place.
+(test places-that-others-have-taken-over
+  (let ((path (temporary-path "socket"))
+        (other (make-instance 'sb-bsd-sockets:local-socket :type :stream)))
+    (unwind-protect
+         (progn (with-test-server (server place #'reply-with-peer :listen `((:unix ,path)))
+                  (sb-posix:unlink path)
+                  (sb-bsd-sockets:socket-bind other path))
+                (is-true (probe-file path)))
+      (sb-bsd-sockets:socket-close other)
+      (sb-posix:unlink path))))
+
 (test inherited-sockets
   (let ((socket (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp)))
     (sb-bsd-sockets:socket-bind socket #(127 0 0 1) 0)
@@ -87,6 +99,9 @@
   (signals type-error (start-server #'identity :listen '((:tcp "127.0.0.1" 70000))))
   (signals type-error (start-server #'identity :listen '("127.0.0.1")))
   (signals error (start-server #'identity :address "no address" :port 0))
-  (signals error (start-server #'identity :port 0 :when-full :forget))
+  (let ((groups (length sb-fiber::*groups*)))
+    (signals error (start-server #'identity :port 0 :when-full :forget))
+    (signals error (start-server #'identity :port 0 :max-connections -1))
+    (is (= groups (length sb-fiber::*groups*))))
   (with-group (group 1)
     (signals error (start-server #'identity :port 0 :group group :carrier-count 1))))

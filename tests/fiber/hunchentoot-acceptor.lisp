@@ -109,6 +109,12 @@
   (hunchentoot:send-headers)
   (error "an error of the test"))
 
+(define-handler fails-in-between ()
+  (setf (hunchentoot:content-length*) 1000)
+  (write-sequence (make-array 10 :element-type '(unsigned-byte 8) :initial-element 65)
+                  (hunchentoot:send-headers))
+  (error "an error of the test"))
+
 (define-handler away () (hunchentoot:redirect "/elsewhere" :protocol :http))
 
 (define-handler aborts ()
@@ -197,7 +203,7 @@
     "/ec%68o?n=x" "/echo/" "//echo" "/echo?a=b?c" "http://localhost/echo?a=b" "/missing" "/"
     "/octets" "/adjustable-octets" "/greek" "/latin" "/empty" "/nothing" "/large" "/written"
     "/written-length" "/status?code=201" "/status?code=404" "/status?code=599" "/page?code=403"
-    "/page?code=500" "/fields" "/lines" "/cookies" "/fails" "/fails-late" "/away" "/aborts"
+    "/page?code=500" "/fields" "/lines" "/cookies" "/fails" "/away" "/aborts"
     "/closes" "/%" "/%zz" "/echo?a=%E4%F6" "/status?code=204" "/status?code=304"))
 
 (defparameter *field-lists*
@@ -391,6 +397,25 @@
                                         "GET /octets HTTP/1.1" "Host: x" ""))))
       (is (eql 200 (status-of answer)))
       (is (null (search "HTTP/1.1" answer :start2 8))))))
+
+;;; Prevents: the next reply being taken for the rest of one that was cut off; a body that looks
+;;; whole and is not.
+(test replies-that-are-cut-off
+  (with-acceptor (port 'engine-acceptor :taskmaster (fibers 1))
+    (flet ((body-of (target)
+             (let* ((answer (answer port (join-octets
+                                          (message (format nil "GET ~A HTTP/1.1" target) "Host: x"
+                                                   "")
+                                          (message "GET /octets HTTP/1.1" "Host: x" ""))))
+                    (end (search (coerce '(#\Return #\Newline #\Return #\Newline) 'string) answer)))
+               (and end (subseq answer (+ end 4))))))
+      (is (equal "AAAAAAAAAA" (body-of "/fails-in-between")))
+      (is (equal "" (body-of "/fails-late"))))))
+
+;;; Prevents: a proxy that waits for the body which a "head" has, to its mind.
+(test methods-in-lower-case
+  (with-acceptor (port 'engine-acceptor :taskmaster (fibers 1))
+    (is (eql 501 (status-of (answer port (closing-request "head" "/octets" "1.1" '())))))))
 
 ;;; Prevents: a client that waits for a reply whose head cannot be sent.
 (define-handler field-of-another-alphabet ()

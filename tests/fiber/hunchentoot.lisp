@@ -436,9 +436,9 @@ connection has ended."
 (acceptor-test waiting-for-the-acceptor
   (let* ((server (make-server))
          (taskmaster (hunchentoot::acceptor-taskmaster server))
+         (process (hunchentoot::acceptor-process taskmaster)) ; none when it is over
          (waiter (make-thread (lambda ()
-                                (bordeaux-threads:join-thread
-                                 (hunchentoot::acceptor-process taskmaster))
+                                (bordeaux-threads:join-thread process)
                                 :over))))
     (is (typep taskmaster 'hunchentoot:multi-threaded-taskmaster))
     (with-client (socket server)
