@@ -58,7 +58,8 @@ case " $* " in
         compiles stdio.h || needs="$needs libc6-dev=/usr/include/stdio.h" ;;
 esac
 case " $* " in
-    *" ssl "* | *" ssl-moving "*) needs="$needs cl-plus-ssl=$lisp/cl+ssl openssl" ;;
+    *" ssl "* | *" ssl-moving "* | *" http-tls "* | *" http-tls-moving "*)
+        needs="$needs cl-plus-ssl=$lisp/cl+ssl openssl" ;;
 esac
 case " $* " in *" build "*) needs="$needs texinfo=makeinfo" ;; esac
 case " $* " in

@@ -103,7 +103,7 @@ its socket."
           :server-name (or (host-name (gethash "host" fields)) "localhost")
           :server-port (if (eq (first place) :tcp) (third place) 80)
           :server-protocol (if (= 1 (head-minor-version head)) :http/1.1 :http/1.0)
-          :url-scheme "http"
+          :url-scheme (if (connection-transport (exchange-connection exchange)) "https" "http")
           :remote-addr (and peer (address-string (first peer)))
           :remote-port (second peer)
           :content-type (gethash "content-type" fields)

@@ -47,7 +47,7 @@ others are passed over. If DEBUG is true, errors of APPLICATION enter the debugg
 
 (defparameter *known-arguments*
   '(:listen :backlog :share-port :carrier-count :group :max-head :max-body :max-connections
-    :when-full :idle-timeout :timeout :on-error :response-timeout)
+    :when-full :idle-timeout :timeout :tls :on-error :response-timeout)
   "The arguments of RUN, which Clack calls with its own, that START is called with.")
 
 (defun known-arguments (arguments)

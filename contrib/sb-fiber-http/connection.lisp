@@ -68,6 +68,7 @@ request, or taken a whole reply."))
   "What a server has of a client: the socket with descriptor FD, and what was received."
   (fd (sb-int:missing-arg) :type (signed-byte 32) :read-only t)
   (limits (sb-int:missing-arg) :type limits :read-only t)
+  (transport nil :type (or null transport))
   (head (make-head) :type head :read-only t)
   (input nil :type (or null octets))
   (start 0 :type index)
@@ -140,21 +141,36 @@ if that is nothing."
                                      :element-type '(unsigned-byte 8))
                          0)))))
 
+(defun read-now (connection sap n)
+  "What TRANSPORT-READ does, with or without a transport."
+  (let ((transport (connection-transport connection)))
+    (if transport
+        (transport-read transport sap n)
+        (multiple-value-bind (n errno)
+            (sb-fiber::unix-read-now (connection-fd connection) sap n)
+          (if (eql errno sb-unix:ewouldblock) (values nil :input) (values n errno))))))
+
+(defun check-outcome (connection n reason)
+  "Return N, how many octets went, if it is not NIL; or else NIL and the direction to wait for, or
+NIL if there is none. REASON is that, or an errno."
+  (cond (n)
+        ((symbolp reason) (values nil reason))
+        ((= reason sb-unix:eintr) (values nil nil))
+        (t (lose connection reason))))
+
 (defun try-to-receive (connection)
-  "Receive what there is, and return how many octets; 0 at the end; or NIL if one must wait."
+  "Receive what there is. Returns what CHECK-OUTCOME does."
   (make-room connection)
   (let ((buffer (connection-input connection)) (end (connection-end connection)))
-    (multiple-value-bind (n errno)
+    (multiple-value-bind (n reason)
         (sb-sys:with-pinned-objects (buffer)
-          (sb-fiber::unix-read-now (connection-fd connection)
-                                   (sb-sys:sap+ (sb-sys:vector-sap buffer) end)
-                                   (- (length buffer) end)))
-      (cond (n (when (= n 0) (setf (connection-eof-p connection) t))
-               (incf (connection-end connection) n)
-               (incf (connection-received connection) n)
-               n)
-            ((or (= errno sb-unix:ewouldblock) (= errno sb-unix:eintr)) nil)
-            (t (lose connection errno))))))
+          (read-now connection (sb-sys:sap+ (sb-sys:vector-sap buffer) end)
+                    (- (length buffer) end)))
+      (when n
+        (when (= n 0) (setf (connection-eof-p connection) t))
+        (incf (connection-end connection) n)
+        (incf (connection-received connection) n))
+      (check-outcome connection n reason))))
 
 (defun receive (connection deadline)
   "Receive some octets. Return false if the client sends no more. Signals TIMED-OUT at DEADLINE, and
@@ -162,11 +178,13 @@ CONNECTION-LOST."
   (loop
     (when (connection-eof-p connection) (return nil))
     ;; Where this cannot park it would wait without a deadline.
-    (when (and deadline (not (sb-fiber:fiber-can-park-p))) (await connection :input deadline))
-    (let ((n (try-to-receive connection)))
-      (when n (return (plusp n))))
-    (when (= 0 (connection-kept connection)) (drop-used-input connection))
-    (await connection :input deadline)))
+    (when (and deadline (null (connection-transport connection))
+               (not (sb-fiber:fiber-can-park-p)))
+      (await connection :input deadline))
+    (multiple-value-bind (n direction) (try-to-receive connection)
+      (when n (return (plusp n)))
+      (when (= 0 (connection-kept connection)) (drop-used-input connection))
+      (when direction (await connection direction deadline)))))
 
 ;;;; heads and bodies
 
@@ -225,7 +243,9 @@ BAD-REQUEST. The octets are to be used before the next call."
 (defun input-waiting-p (connection)
   "Can something, or the end, be received of CONNECTION without asking the kernel?"
   (or (< (connection-start connection) (connection-end connection))
-      (connection-eof-p connection)))
+      (connection-eof-p connection)
+      (let ((transport (connection-transport connection)))
+        (and transport (transport-pending-p transport)))))
 
 ;;;; sending
 
@@ -238,8 +258,8 @@ BAD-REQUEST. The octets are to be used before the next call."
    (sb-alien:extern-alien "fcntl" (function sb-alien:int sb-alien:int sb-alien:int sb-alien:int))
    fd command argument))
 
-(defun make-nonblocking (connection)
-  (let* ((fd (connection-fd connection)) (flags (control-descriptor fd +f-getfl+ 0)))
+(defun make-nonblocking (fd)
+  (let ((flags (control-descriptor fd +f-getfl+ 0)))
     (unless (logtest flags +o-nonblock+)
       (control-descriptor fd +f-setfl+ (logior flags +o-nonblock+)))))
 
@@ -256,23 +276,34 @@ BAD-REQUEST. The octets are to be used before the next call."
 or any time if that is NIL. Signals TIMED-OUT and CONNECTION-LOST."
   (declare (type octets octets) (type index start end))
   ;; Where this cannot park it would wait without a deadline.
-  (unless (sb-fiber:fiber-can-park-p) (make-nonblocking connection))
+  (unless (sb-fiber:fiber-can-park-p) (make-nonblocking (connection-fd connection)))
   (by-pieces (start end piece-end)
     (let ((deadline (deadline-after seconds)))
       (loop while (< start piece-end)
             do (incf start (send-some connection octets start piece-end deadline))))))
 
+(defun write-now (connection octets start end)
+  "What TRANSPORT-WRITE does with OCTETS, with or without a transport."
+  (let ((transport (connection-transport connection)))
+    (if transport
+        (sb-sys:with-pinned-objects (octets)
+          (transport-write transport (sb-sys:sap+ (sb-sys:vector-sap octets) start) (- end start)))
+        (multiple-value-bind (n errno)
+            (sb-fiber::unix-write-now (connection-fd connection) octets start (- end start))
+          (if (eql errno sb-unix:ewouldblock) (values nil :output) (values n errno))))))
+
+(defun note-sent (connection n reason deadline)
+  "N octets have gone, or NIL, for REASON: then wait. Return how many have gone."
+  (multiple-value-bind (n direction) (check-outcome connection n reason)
+    (when n (incf (connection-sent connection) n))
+    (when direction (await connection direction deadline))
+    (or n 0)))
+
 (defun send-some (connection octets start end deadline)
   "Send some of OCTETS, or wait until some can be sent. Return how many were sent."
   (declare (type octets octets) (type index start end))
-  (multiple-value-bind (n errno)
-      (sb-fiber::unix-write-now (connection-fd connection) octets start (- end start))
-    (cond (n (incf (connection-sent connection) n)
-             n)
-          ((= errno sb-unix:ewouldblock) (await connection :output deadline)
-           0)
-          ((= errno sb-unix:eintr) 0)
-          (t (lose connection errno)))))
+  (multiple-value-bind (n reason) (write-now connection octets start end)
+    (note-sent connection n reason deadline)))
 
 ;;;; closing
 
@@ -282,10 +313,22 @@ or any time if that is NIL. Signals TIMED-OUT and CONNECTION-LOST."
                                                                       sb-alien:int))
                           (connection-fd connection) how))
 
+(defun end-transport (connection)
+  (let ((transport (connection-transport connection)))
+    (when transport (transport-end transport))))
+
+(defun free-transport (connection)
+  "Nothing is sent or received by CONNECTION any more."
+  (let ((transport (connection-transport connection)))
+    (when transport
+      (transport-end transport)
+      (transport-free transport))))
+
 (defun linger (connection seconds)
   "Send no more to the client of CONNECTION, and drop what it still sends for SECONDS at most, and
 what is there in any case. If a connection is closed with something unread the kernel resets it, and
 the client may lose the reply."
+  (end-transport connection)
   (shut-down connection 1)
   (setf (connection-kept connection) 0)
   (handler-case

@@ -36,8 +36,8 @@
                           &aux (decoder (make-decoder head most-body))
                                (continue-p (head-expects-continue-p head))))
                      (:copier nil))
-  "A request, whose HEAD has been received, and its reply. TIMEOUT is how many seconds the client may
-take for some more octets of the body, and for each 262,144 octets of the reply; or NIL."
+  "A request, whose HEAD has been received, and its reply. TIMEOUT is how many seconds the client
+may take for some more octets of the body, and for each 262,144 octets of the reply; or NIL."
   (connection (sb-int:missing-arg) :type connection :read-only t)
   (head (sb-int:missing-arg) :type head :read-only t)
   (decoder (sb-int:missing-arg) :type decoder :read-only t)

@@ -34,24 +34,46 @@ taken, or NIL, and the error."
   "Send some octets of FILE, or wait until some can be sent. Return how many were sent."
   (multiple-value-bind (n errno) (send-piece connection file start (- end start))
     (cond ((eql n 0) (error "A file has become shorter while it was sent."))
-          (n (incf (connection-sent connection) n)
-             n)
-          ((= errno sb-unix:ewouldblock) (await connection :output deadline)
-           0)
+          ((or n (member errno *client-errors*)) (note-sent connection n errno deadline))
+          ((= errno sb-unix:ewouldblock) (note-sent connection nil :output deadline))
           ((= errno sb-unix:eintr) 0)
-          ((member errno *client-errors*) (lose connection errno))
           (t (error "A file cannot be sent: ~A" (sb-int:strerror errno))))))
 
-(defun send-file (connection file start end seconds)
-  "Send octets START to END of FILE, a descriptor, to the client, who must take them as SEND-OCTETS
-says. Signals TIMED-OUT and CONNECTION-LOST, and an error if FILE cannot be read."
+(defun send-file-as-it-is (connection file start end seconds)
   (declare (type index start end))
-  (make-nonblocking connection)
+  (make-nonblocking (connection-fd connection))
   (by-pieces (start end piece-end)
     (let ((deadline (deadline-after seconds)))
       (loop while (< start piece-end)
             do (incf start (send-some-of-file connection file start piece-end deadline)))
       (sb-thread:thread-yield))))
+
+;;; What a transport changes is read by us first.
+(defun read-of-file (file octets n)
+  "Read at most N octets of FILE to OCTETS, and return how many there are."
+  (multiple-value-bind (count errno)
+      (sb-sys:with-pinned-objects (octets)
+        (sb-unix:unix-read file (sb-sys:vector-sap octets) n))
+    (cond ((null count) (error "A file cannot be read: ~A" (sb-int:strerror errno)))
+          ((= count 0) (error "A file has become shorter while it was sent."))
+          (t count))))
+
+(defun send-copy-of-file (connection file start end seconds)
+  (declare (type index start end))
+  (sb-unix:unix-lseek file start sb-unix:l_set)
+  (let ((octets (make-array 65536 :element-type '(unsigned-byte 8))))
+    (loop while (< start end)
+          do (let ((n (read-of-file file octets (min 65536 (- end start)))))
+               (send-octets connection octets 0 n seconds)
+               (incf start n)
+               (sb-thread:thread-yield)))))
+
+(defun send-file (connection file start end seconds)
+  "Send octets START to END of FILE, a descriptor, to the client, who must take them as SEND-OCTETS
+says. Signals TIMED-OUT and CONNECTION-LOST, and an error if FILE cannot be read."
+  (if (connection-transport connection)
+      (send-copy-of-file connection file start end seconds)
+      (send-file-as-it-is connection file start end seconds)))
 
 ;;;; ranges: RFC 9110, 14
 

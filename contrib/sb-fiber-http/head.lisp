@@ -104,8 +104,8 @@ The connection must be closed: where the next message begins is not known."))
   "Return the method of HEAD, a string."
   (octets-string (head-octets head) (head-start head) (head-method-end head)))
 
-;;; Methods are told apart by case, RFC 9110, 9.1: a proxy takes the reply to a "head" for one with a
-;;; body.
+;;; Methods are told apart by case, RFC 9110, 9.1: a proxy takes the reply to a "head" for one with
+;;; a body.
 (defun head-method-is-p (head method)
   "Is METHOD, a string, that of HEAD?"
   (let ((octets (head-octets head)) (start (head-start head)))

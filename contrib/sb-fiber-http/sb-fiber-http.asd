@@ -18,6 +18,7 @@
                (:file "framing")
                (:file "parser")
                (:file "body")
+               (:file "transport")
                (:file "connection")
                (:file "date")
                (:file "reply")

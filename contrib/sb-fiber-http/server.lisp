@@ -61,6 +61,7 @@
   (when-full :wait :type (member :wait :refuse) :read-only t)
   (idle-timeout nil :type (or null (real 0)) :read-only t)
   (timeout nil :type (or null (real 0)) :read-only t)
+  (tls nil :read-only t)                ; what MAKE-TRANSPORT takes, or NIL
   (group nil)                           ; NIL until it is started
   (own-group-p nil :type boolean :read-only t)
   (listeners '() :type list)
@@ -113,6 +114,7 @@ DEADLINE."
   (let ((client (with-server (server) (gethash fiber (server-clients server)))))
     (when client
       (drop-all-input (client-connection client))
+      (free-transport (client-connection client))
       (sb-bsd-sockets:socket-close (client-socket client) :abort t)
       (with-server (server)
         (when (remhash fiber (server-clients server))
@@ -224,9 +226,17 @@ room for more than leaving."
         (refuse-request server connection condition)
         (linger connection +linger-seconds+)))))
 
+(defun begin-transport (server connection)
+  (when (server-tls server)
+    (make-nonblocking (connection-fd connection))
+    (sb-sys:without-interrupts          ; or nobody would free it
+      (setf (connection-transport connection)
+            (make-transport (server-tls server) (connection-fd connection))))))
+
 (defun serve-client (server client)
   (unwind-protect
-       (handler-case (serve-requests server client)
+       (handler-case (progn (begin-transport server (client-connection client))
+                            (serve-requests server client))
          (client-error ()))             ; not worth a message
     (remove-client server (sb-fiber:current-fiber))))
 
@@ -253,6 +263,10 @@ wait, twice as long each time."
 
 (defun refuse-client (server socket)
   (with-server (server) (incf (totals-refused (server-totals server))))
+  (unless (server-tls server) (send-refusal socket)) ; a handshake would be too much
+  nil)
+
+(defun send-refusal (socket)
   (let ((connection (make-connection (sb-bsd-sockets:socket-file-descriptor socket))))
     (handler-case
         (send-reply connection 503 '(("Content-Type" . "text/plain") ("Retry-After" . "1"))
@@ -261,8 +275,7 @@ wait, twice as long each time."
       (client-error ())
       (:no-error (&rest values)
         (declare (ignore values))
-        (linger connection 0))))
-  nil)
+        (linger connection 0)))))
 
 (defun enter-client (server fiber client)
   "Enter CLIENT in SERVER, whose lock is held, unless there are as many as may be."
@@ -384,7 +397,7 @@ wait, twice as long each time."
                                   (carrier-count nil) (group nil)
                                   (max-head 65536) (max-body nil)
                                   (max-connections nil) (when-full :wait)
-                                  (idle-timeout 60) (timeout 20) (on-error #'log-error))
+                                  (idle-timeout 60) (timeout 20) (tls nil) (on-error #'log-error))
   "Start a server that calls HANDLER, a function, with an EXCHANGE for each request, in the fiber of
 the connection that it came by; and return the SERVER. HANDLER must REPLY, or BEGIN-REPLY and
 END-REPLY, or TAKE-CONNECTION; the client gets status 500 if it has not, or if it has signalled an
@@ -407,8 +420,9 @@ error, with which ON-ERROR is called first, or a STORAGE-CONDITION. The other ar
   :MAX-CONNECTIONS  how many clients may be connected, or NIL for any number. If there are as many
                     others wait to be accepted, or get status 503 if WHEN-FULL is :REFUSE;
   :IDLE-TIMEOUT     after how many seconds without a request a connection is closed, 60 by default;
-  :TIMEOUT          how many seconds a client may take for a head, for some more octets of a body, or
-                    for each 262,144 octets of a reply, 20 by default.
+  :TIMEOUT          how many seconds a client may take for a head, for some more octets of a body,
+                    or for each 262,144 octets of a reply, 20 by default.
+  :TLS              what SB-FIBER-HTTP-TLS:MAKE-TLS returns, if clients are to speak TLS, or NIL.
 Time-outs may be NIL. Signals TYPE-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it cannot listen."
   (when (and group carrier-count)
     (error "A GROUP has its carriers: give it or a CARRIER-COUNT, not both."))
@@ -419,7 +433,7 @@ Time-outs may be NIL. Signals TYPE-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it 
                  :limits (make-limits :head max-head :line (min 8192 max-head))
                  :most-body (min (or max-body +unlimited+) +unlimited+)
                  :most-connections max-connections :when-full when-full
-                 :idle-timeout idle-timeout :timeout timeout
+                 :idle-timeout idle-timeout :timeout timeout :tls tls
                  :group group :own-group-p (null group)))
         (started nil))
     (unwind-protect (prog1 (begin-serving server listen backlog share-port carrier-count)

@@ -146,8 +146,8 @@
     (on-carriers (n :counts '(1 2) :migration '(nil))
       (is (= 0 (in-fiber (n) (count-bad)))))))
 
-;;; Prevents: the finalizer of a socket whose stream has closed it, which closes the next file of that
-;;; number: of a time-out just before the socket gives its finalizer up.
+;;; Prevents: the finalizer of a socket whose stream has closed it, which closes the next file of
+;;; that number: of a time-out just before the socket gives its finalizer up.
 (defun call-with-interruption-before (name function)
   "Call FUNCTION, which is left by an interruption when the function NAME is about to be called, if
 interruptions are allowed there, and else when they are."

@@ -96,7 +96,8 @@ with which it is refused; or NIL if it has no end. The octets are received up to
            (apply #'join-octets
                   (append (loop repeat n collect (message (format nil "1~A" extension) "x"))
                           (list (message "0" ""))))))
-    (is (eql 400 (decoded (chunks 900 (format nil ";x=~A" (make-string 100 :initial-element #\y))))))
+    (is (eql 400 (decoded (chunks 900 (format nil ";x=~A"
+                                              (make-string 100 :initial-element #\y))))))
     (is (equal 900 (length (first (decoded (chunks 900 ""))))))))
 
 (test each-split-of-chunks

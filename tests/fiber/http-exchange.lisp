@@ -216,7 +216,8 @@
                             (lambda (exchange)
                               (let ((target (target-of exchange)))
                                 (reply exchange 200
-                                       (cond ((string= target "/length") '(("content-length" . "9")))
+                                       (cond ((string= target "/length")
+                                              '(("content-length" . "9")))
                                              ((string= target "/chunks")
                                               '(("Transfer-Encoding" . "chunked")))
                                              ((string= target "/close") '(("Connection" . "close")))

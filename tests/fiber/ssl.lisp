@@ -16,7 +16,7 @@
 
 (in-package "SB-FIBER-TESTS")
 
-(load (merge-pathnames "support/files.lisp" *load-truename*))
+(load (merge-pathnames "support/certificates.lisp" *load-truename*))
 
 (def-suite* ssl)
 
@@ -24,16 +24,7 @@
 
 (defvar *certificate*)
 (defvar *key*)
-
-(let ((directory (make-temporary-directory)))
-  (setf *certificate* (concatenate 'string directory "/certificate.pem")
-        *key* (concatenate 'string directory "/key.pem"))
-  (push (lambda () (sb-ext:delete-directory directory :recursive t)) sb-ext:*exit-hooks*)
-  (sb-ext:run-program "openssl"
-                      (list "req" "-x509" "-newkey" "ec" "-pkeyopt" "ec_paramgen_curve:prime256v1"
-                            "-nodes" "-days" "2" "-subj" "/CN=localhost" "-keyout" *key* "-out"
-                            *certificate*)
-                      :search t))
+(setf (values *certificate* *key*) (make-certificate "localhost"))
 
 ;;; Now, not when the first fiber needs it: it takes some milliseconds.
 (cl+ssl:ensure-initialized)
