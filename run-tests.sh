@@ -58,7 +58,7 @@ case " $* " in
         compiles stdio.h || needs="$needs libc6-dev=/usr/include/stdio.h" ;;
 esac
 case " $* " in
-    *" ssl "* | *" ssl-moving "* | *" http-tls "* | *" http-tls-moving "*)
+    *" ssl "* | *" ssl-moving "* | *" http-tls "* | *" http-tls-moving "* | *" manual "*)
         needs="$needs cl-plus-ssl=$lisp/cl+ssl openssl" ;;
 esac
 case " $* " in *" build "*) needs="$needs texinfo=makeinfo" ;; esac

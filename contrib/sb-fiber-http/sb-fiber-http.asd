@@ -26,4 +26,5 @@
                (:file "body-stream")
                (:file "file")
                (:file "listener")
-               (:file "server")))
+               (:file "server")
+               (:file "forwarded")))

@@ -18,8 +18,8 @@
   "What carries the octets of a connection.")
 
 (defgeneric make-transport (security fd)
-  (:documentation "Return the transport of a new connection, whose socket has the descriptor FD, to a
-server that was started with SECURITY."))
+  (:documentation "Return the transport of a new connection, whose socket has the descriptor FD, to
+a server that was started with SECURITY as its TLS."))
 
 (defgeneric transport-read (transport sap n)
   (:documentation "Receive at most N octets to SAP. Return how many, 0 at the end; or NIL and the
@@ -35,4 +35,5 @@ direction, :INPUT or :OUTPUT, in which the socket must be ready before; or NIL a
   (:documentation "Tell the client that nothing more will be sent, if that is possible at once."))
 
 (defgeneric transport-free (transport)
-  (:documentation "Free what TRANSPORT has. It may be used, and freed, again, and does nothing then."))
+  (:documentation "Free what TRANSPORT has. It may be used, and freed, again, and does nothing
+then."))

@@ -254,3 +254,18 @@
           (is (< size (loop for n = (read-sequence buffer stream)
                             sum n while (= n 1000000)
                             do (sleep 1/25)))))))))
+
+(test clients-behind-proxies
+  (with-test-server (server place
+                            (lambda (exchange)
+                              (reply-with exchange "~A"
+                                          (sb-fiber-http:client-address
+                                           exchange :proxies '("127.0.0.1" "10.0.0.1")))))
+    (loop for (address . fields)
+            in '(("127.0.0.1")
+                 ("192.0.2.7" "X-Forwarded-For: 192.0.2.7")
+                 ;; What a client says is not believed.
+                 ("192.0.2.7" "X-Forwarded-For: 198.51.100.1, 192.0.2.7")
+                 ("192.0.2.7" "X-Forwarded-For: 198.51.100.1" "X-Forwarded-For: 192.0.2.7,10.0.0.1")
+                 ("10.0.0.1" "X-Forwarded-For: 10.0.0.1") ("127.0.0.1" "X-Forwarded-For: ,"))
+          do (is (equal address (third (apply #'ask place "/" fields)))))))

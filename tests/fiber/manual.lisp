@@ -10,8 +10,9 @@
 (in-package "SB-FIBER-TESTS")
 
 (load (merge-pathnames "support/descriptors.lisp" *load-truename*))
+(load (merge-pathnames "support/certificates.lisp" *load-truename*))
 (dolist (system '("sb-fiber-http" "sb-fiber-hunchentoot" "sb-fiber-ssl"
-                  "clack-handler-sb-fiber"))
+                  "sb-fiber-http-tls" "clack-handler-sb-fiber"))
   (asdf:load-asd (merge-pathnames (format nil "../../contrib/~A/~:*~A.asd" system)
                                   *load-truename*)))
 
@@ -36,12 +37,15 @@
 (defun joined (lines)
   (format nil "~{~A~%~}" lines))
 
-(defparameter *blocks*
+(defun blocks-of (kind)
+  "What stands between lines with @KIND and @end KIND."
   (loop with lines = (file-lines "../../doc/manual/fibers.texinfo")
-        for start = (member "@lisp" lines :test #'string=)
+        for start = (member (format nil "@~A" kind) lines :test #'string=)
         while start
-        do (setf lines (member "@end lisp" start :test #'string=))
+        do (setf lines (member (format nil "@end ~A" kind) start :test #'string=))
         collect (joined (mapcar #'without-escapes (ldiff (rest start) lines)))))
+
+(defparameter *blocks* (append (blocks-of "lisp") (blocks-of "example")))
 
 ;;; The first lines that are indented.
 (defparameter *readme*
@@ -298,6 +302,123 @@
   (if (asdf:find-system "cl+ssl" nil)
       (finishes (run-text text))
       (skip "There is no CL+SSL here.")))
+
+(defun stop-http-server (variable)
+  (uiop:symbol-call "SB-FIBER-HTTP" "STOP-SERVER"
+                    (symbol-value (find-symbol variable *example-package*))))
+
+(example tls "(defvar *secret-server*"
+  (if (asdf:find-system "cl+ssl" nil)
+      (multiple-value-bind (certificate key) (make-certificate "manual")
+        (let ((text (replaced "\"certificate.pem\"" (prin1-to-string certificate)
+                              (replaced "\"key.pem\"" (prin1-to-string key) text)))
+              (*error-output* (make-broadcast-stream)))
+          (run-text (replaced "4243" (princ-to-string (free-port)) text))
+          (is-true (stop-http-server "*SECRET-SERVER*"))))
+      (skip "There is no CL+SSL here.")))
+
+;;;; HTTP servers in production
+
+(defun call-with-process (function program arguments)
+  "Call FUNCTION with a process that runs PROGRAM, and end it. Return its exit code."
+  (let ((process (sb-ext:run-program program arguments :search t :wait nil
+                                                       :output nil :error nil)))
+    (unwind-protect (funcall function)
+      (sb-ext:process-kill process sb-unix:sigterm)
+      (sb-ext:process-wait process))
+    (sb-ext:process-exit-code process)))
+
+(defun lisp-script (path)
+  "A command line that runs the script at PATH with this Lisp."
+  (list (sb-ext:native-namestring sb-ext:*runtime-pathname*) "--core"
+        (sb-ext:native-namestring sb-ext:*core-pathname*) "--script" path))
+
+(defun call-with-text-in-file (function text name)
+  (let* ((directory (make-temporary-directory)) (path (format nil "~A/~A" directory name)))
+    (unwind-protect (progn (with-open-file (out path :direction :output) (write-string text out))
+                           (funcall function path))
+      (sb-ext:delete-directory directory :recursive t))))
+
+(defmacro with-text-in-file ((path text name) &body body)
+  `(call-with-text-in-file (lambda (,path) ,@body) ,text ,name))
+
+(defun answer-of-server (port)
+  "The last line that the server at PORT answers, or NIL if it does not listen yet."
+  (handler-case
+      (usocket:with-client-socket (socket stream "127.0.0.1" port)
+        (format stream "GET / HTTP/1.1~C~C~:*~:*Host: x~C~C~:*~:*Connection: close~C~C~:*~:*~C~C"
+                #\Return #\Newline)
+        (finish-output stream)
+        (loop for line = (read-line stream nil) and last = nil then line
+              while line finally (return last)))
+    (error () nil)))
+
+(defun program-p (name)
+  (zerop (nth-value 2 (uiop:run-program (list "which" name) :ignore-error-status t))))
+
+(defmacro if-there-is ((program) &body body)
+  `(if (program-p ,program)
+       (progn ,@body)
+       (skip "There is no ~A here." ,program)))
+
+(defun production-program (directory)
+  "The manual's program, and a path where it listens if nobody has left a socket to it."
+  (let ((path (format nil "~A/http" directory)))
+    (values (replaced "/run/hello.http" path (block-with "(defun hello (exchange)")) path)))
+
+(example production "(defun hello (exchange)"
+  (with-text-in-file (path "" "none")
+    (multiple-value-bind (program socket) (production-program (directory-namestring path))
+      (with-text-in-file (script program "hello.lisp")
+        (let ((command (lisp-script script)))
+          (is (eql 0 (call-with-process
+                       (lambda () (is-true (wait-until (probe-file socket))))
+                       (first command) (rest command))))
+          (is (null (probe-file socket))))))))
+
+(example systemd-socket "ListenStream"
+  (if-there-is ("systemd-socket-activate")
+    (with-text-in-file (script (block-with "(defun hello (exchange)") "hello.lisp")
+      (let ((port (free-port)))
+        (call-with-process
+         (lambda ()
+           (is (equal "Hello, 127.0.0.1!" (wait-until (answer-of-server port)))))
+         "systemd-socket-activate"
+         (append (list "-l" (format nil "127.0.0.1:~D" port))
+                 (loop for name in '("SBCL_HOME" "ASDF_OUTPUT_TRANSLATIONS" "HOME")
+                       when (sb-ext:posix-getenv name)
+                         collect (format nil "--setenv=~A=~A" name (sb-ext:posix-getenv name)))
+                 (lisp-script script)))))))
+
+(example systemd-service "ExecStart"
+  (if-there-is ("systemd-analyze")
+    (with-text-in-file (path (replaced "/usr/local/bin/sbcl" "/bin/sh" text) "hello.service")
+      (is (equal "" (nth-value 1 (uiop:run-program (list "systemd-analyze" "verify" path)
+                                                   :error-output :string
+                                                   :ignore-error-status t)))))))
+
+(example nginx "proxy_pass"
+  (if-there-is ("nginx")
+    (with-text-in-file (path "" "none")
+      (multiple-value-bind (program socket) (production-program (directory-namestring path))
+        (let ((port (free-port)))
+          (with-text-in-file (script program "hello.lisp")
+            (with-text-in-file (configuration
+                                (format nil "daemon off; master_process off; pid ~A.pid;~%~A"
+                                        socket
+                                        (replaced "8080" (format nil "127.0.0.1:~D" port)
+                                                  (replaced "/run/hello.http" socket text)))
+                                "nginx.conf")
+              (let ((command (lisp-script script)))
+                (call-with-process
+                 (lambda ()
+                   (is-true (wait-until (probe-file socket)))
+                   (call-with-process
+                    (lambda ()
+                      (is (equal "Hello, 127.0.0.1!"
+                                 (wait-until (answer-of-server port)))))
+                    "nginx" (list "-c" configuration)))
+                 (first command) (rest command))))))))))
 
 ;;;; Nothing is left out
 
