@@ -101,7 +101,9 @@ its socket."
           :query-string (and mark (subseq target (1+ mark)))
           :request-uri target
           :server-name (or (host-name (gethash "host" fields)) "localhost")
-          :server-port (if (eq (first place) :tcp) (third place) 80)
+          :server-port (cond ((eq (first place) :tcp) (third place))
+                             ((connection-transport (exchange-connection exchange)) 443)
+                             (t 80))
           :server-protocol (if (= 1 (head-minor-version head)) :http/1.1 :http/1.0)
           :url-scheme (if (connection-transport (exchange-connection exchange)) "https" "http")
           :remote-addr (and peer (address-string (first peer)))

@@ -134,15 +134,21 @@ has been told whether its connection is to be closed."
                  (begin-reply exchange status alist :length length))
                (writer delay))))))
 
-(defun give-up (delay &key (left-p nil))
+(defun give-up (delay)
   "The response of DELAY is not awaited any more: what comes yet is an error. Wait for who is just
-sending some of it; if LEFT-P, cut that short, which may take as long as the client likes."
+sending some of it."
+  (setf (delay-given-up-p delay) t)
+  (sb-thread:barrier (:memory))         ; who takes the lock now sees that, or is seen
+  (sb-thread:with-mutex ((delay-lock delay))))
+
+(defun give-up-at-once (delay)
+  "As GIVE-UP, when the fiber is unwound: cut short what would take as long as the client likes."
   (sb-sys:without-interrupts            ; or it would be used when it is another's
     (setf (delay-given-up-p delay) t)
-    (sb-thread:barrier (:memory))       ; who takes the lock now sees that, or is seen
-    (when (and left-p (sb-thread:mutex-owner (delay-lock delay)))
+    (sb-thread:barrier (:memory))
+    (when (sb-thread:mutex-owner (delay-lock delay))
       (shut-down (exchange-connection (delay-exchange delay))))
-    (sb-thread:with-mutex ((delay-lock delay)))))
+    (give-up delay)))
 
 (defun response-ends-p (delay seconds)
   "Wait until the response of DELAY has ended. Return false if nothing has come for SECONDS."
@@ -171,9 +177,9 @@ sending some of it; if LEFT-P, cut that short, which may take as long as the cli
   (let ((delay (make-delay exchange)) (done nil))
     (unwind-protect
          (progn (call-and-await-response exchange function socket delay seconds)
+                (give-up delay)         ; others may still have the responder
                 (setf done t))
-      ;; Others may still have the responder.
-      (give-up delay :left-p (not done)))))
+      (unless done (give-up-at-once delay)))))
 
 (defun send-response (exchange response socket seconds)
   (etypecase response

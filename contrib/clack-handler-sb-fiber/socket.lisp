@@ -60,11 +60,15 @@
     (let ((parts (reverse (shiftf (slot-value socket 'buffer) '()))))
       (when parts (write-octets socket (octets-of-parts parts))))))
 
+(defun end-and-shut-down (connection)
+  (end-transport connection)
+  (shut-down connection))
+
 (defun end-socket (socket)
   "Let the client see the end of the connection, and the fiber that serves it, too."
   (sb-thread:with-recursive-lock ((socket-lock socket))
     (unless (shiftf (socket-closed-p socket) t)
-      (shut-down (exchange-connection (socket-exchange socket))))))
+      (end-and-shut-down (exchange-connection (socket-exchange socket))))))
 
 (defun serve-socket (socket)
   "Call the read callback of SOCKET with all that comes."
@@ -80,7 +84,8 @@
   "Nothing is written to SOCKET any more, whose connection is going to be closed, or to be used for
 another request."
   (let ((exchange (socket-exchange socket)))
-    (when (eq (exchange-state exchange) :taken) (shut-down (exchange-connection exchange)))
+    (when (eq (exchange-state exchange) :taken)
+      (end-and-shut-down (exchange-connection exchange)))
     (sb-thread:with-recursive-lock ((socket-lock socket))
       (setf (socket-closed-p socket) t))))
 

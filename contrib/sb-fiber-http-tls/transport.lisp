@@ -37,10 +37,11 @@
 (defun new-ssl (tls)
   (with-slots (lock context) tls
     (sb-thread:with-mutex (lock)
-      (cffi:foreign-funcall "SSL_new" :pointer context :pointer))))
+      (cffi:foreign-funcall "SSL_new" :pointer (first context) :pointer))))
 
 (defmethod sb-fiber-http:make-transport ((tls tls) fd)
   (sb-sys:without-interrupts
+    (clear-errors)
     (let ((ssl (new-ssl tls)))
       (when (cffi:null-pointer-p ssl)
         (error 'tls-error :what "Cannot serve a client" :reason (first-error)))
@@ -61,6 +62,15 @@
 (defconstant +want-write+ 3)
 (defconstant +zero-return+ 6)
 
+(defconstant +econnreset+ 104)          ; of Linux
+
+;;; It is of no use to know what a client has done wrong, but for others on this carrier to find it
+;;; in the queue.
+(defun note-failure (transport)
+  (clear-errors)
+  (setf (tls-transport-failed-p transport) t)
+  (values nil +econnreset+))
+
 (defun outcome (transport ssl result)
   "What RESULT of a call means: see TRANSPORT-READ."
   (if (plusp result)
@@ -69,14 +79,12 @@
         (cond ((= error +want-read+) (values nil :input))
               ((= error +want-write+) (values nil :output))
               ((= error +zero-return+) 0)
-              ;; It is of no use to know what a client has done wrong.
-              (t (setf (tls-transport-failed-p transport) t)
-                 (values nil sb-unix:ebadf))))))
+              (t (note-failure transport))))))
 
 (defmacro define-transfer (name function documentation)
   `(defmethod ,name ((transport tls-transport) sap n)
      ,documentation
-     (with-ssl (ssl transport (values nil sb-unix:ebadf))
+     (with-ssl (ssl transport (values nil +econnreset+))
        (clear-errors)
        (outcome transport ssl
                 (openssl ,function (sb-sys:system-area-pointer sb-sys:system-area-pointer
@@ -94,8 +102,11 @@
   (with-ssl (ssl transport)
     (unless (tls-transport-failed-p transport)
       (clear-errors)
-      (when (minusp (openssl "SSL_shutdown" (sb-sys:system-area-pointer) ssl))
-        (setf (tls-transport-failed-p transport) t)))))
+      (let ((result (openssl "SSL_shutdown" (sb-sys:system-area-pointer) ssl)))
+        ;; 0 means that the client has not said goodbye yet, which nobody waits for.
+        (when (minusp result)
+          (let ((direction (nth-value 1 (outcome transport ssl result))))
+            (and (eq direction :output) direction)))))))
 
 (defmethod sb-fiber-http:transport-free ((transport tls-transport))
   (with-ssl (ssl transport)

@@ -49,11 +49,6 @@ CONNECTION-LOST and BAD-REQUEST."
                (incf from n)))
     from))
 
-(defun usable-now-p (connection)
-  "Can something, or the end, be received of CONNECTION without waiting?"
-  (or (input-waiting-p connection)
-      (sb-sys:wait-until-fd-usable (connection-fd connection) :input 0)))
-
 (defmethod sb-gray:stream-listen ((stream body-stream))
   (with-slots (exchange start end) stream
     (or (< start end)

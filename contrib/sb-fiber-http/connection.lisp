@@ -75,6 +75,8 @@ request, or taken a whole reply."))
   (end 0 :type index)
   (kept 0 :type index)
   (eof-p nil :type boolean)
+  ;; Must the client not take the end for that of a reply?
+  (cut-off-p nil :type boolean)
   ;; octets in all
   (received 0 :type index)
   (sent 0 :type index))
@@ -141,11 +143,17 @@ if that is nothing."
                                      :element-type '(unsigned-byte 8))
                          0)))))
 
+;;; Prevents: a client of a transport that is always ready, and keeps all others of its carrier
+;;; waiting. Without one the calls themselves spend the budget.
+(defun spend-budget (cost &optional (overdraft 0))
+  (when (sb-fiber:fiber-can-park-p) (sb-fiber::spend-budget cost overdraft)))
+
 (defun read-now (connection sap n)
   "What TRANSPORT-READ does, with or without a transport."
   (let ((transport (connection-transport connection)))
     (if transport
-        (transport-read transport sap n)
+        (progn (spend-budget sb-fiber::+budget+)
+               (transport-read transport sap n))
         (multiple-value-bind (n errno)
             (sb-fiber::unix-read-now (connection-fd connection) sap n)
           (if (eql errno sb-unix:ewouldblock) (values nil :input) (values n errno))))))
@@ -247,6 +255,14 @@ BAD-REQUEST. The octets are to be used before the next call."
       (let ((transport (connection-transport connection)))
         (and transport (transport-pending-p transport)))))
 
+(defun usable-now-p (connection)
+  "Can something, or the end, be received of CONNECTION without waiting?"
+  (or (input-waiting-p connection)
+      (if (connection-transport connection)
+          ;; What is there may be less than a record.
+          (and (try-to-receive connection) t)
+          (sb-sys:wait-until-fd-usable (connection-fd connection) :input 0))))
+
 ;;;; sending
 
 (defconstant +f-getfl+ 3)               ; of Linux
@@ -287,6 +303,7 @@ or any time if that is NIL. Signals TIMED-OUT and CONNECTION-LOST."
   (let ((transport (connection-transport connection)))
     (if transport
         (sb-sys:with-pinned-objects (octets)
+          (spend-budget sb-fiber::+call-cost+ sb-fiber::+budget+)
           (transport-write transport (sb-sys:sap+ (sb-sys:vector-sap octets) start) (- end start)))
         (multiple-value-bind (n errno)
             (sb-fiber::unix-write-now (connection-fd connection) octets start (- end start))
@@ -313,26 +330,55 @@ or any time if that is NIL. Signals TIMED-OUT and CONNECTION-LOST."
                                                                       sb-alien:int))
                           (connection-fd connection) how))
 
-(defun end-transport (connection)
-  (let ((transport (connection-transport connection)))
-    (when transport (transport-end transport))))
-
-(defun free-transport (connection)
-  "Nothing is sent or received by CONNECTION any more."
+(defun end-transport (connection &optional (seconds 0))
+  "Tell the client of CONNECTION that nothing more will be sent, if it takes that within SECONDS."
   (let ((transport (connection-transport connection)))
     (when transport
-      (transport-end transport)
-      (transport-free transport))))
+      (handler-case
+          (loop with deadline = (deadline-after seconds)
+                for direction = (transport-end transport)
+                while direction do (await connection direction deadline))
+        (client-error ())))))
+
+(defconstant +so-linger+ 13)            ; of Linux
+
+(defun reset-when-closed (connection)
+  "Have the client of CONNECTION see that it was reset, when it is closed."
+  (sb-alien:with-alien ((linger (array sb-alien:int 2)))
+    (setf (sb-alien:deref linger 0) 1
+          (sb-alien:deref linger 1) 0)
+    (sb-alien:alien-funcall
+     (sb-alien:extern-alien "setsockopt" (function sb-alien:int sb-alien:int sb-alien:int
+                                                   sb-alien:int (* t) (sb-alien:unsigned 32)))
+     (connection-fd connection) sb-bsd-sockets-internal::sol-socket +so-linger+
+     (sb-alien:addr linger) 8)))
+
+(defun end-connection (connection)
+  "Nothing is sent or received by CONNECTION any more, whose socket is about to be closed."
+  (drop-all-input connection)
+  (if (connection-cut-off-p connection)
+      (reset-when-closed connection)
+      (end-transport connection))
+  (let ((transport (connection-transport connection)))
+    (when transport (transport-free transport))))
+
+(defun drop-what-comes (connection seconds)
+  "Receive, and drop, what comes to CONNECTION for SECONDS, and what is there in any case, but for a
+flood."
+  (loop with deadline = (deadline-after seconds)
+        with left of-type fixnum = +piece-size+
+        do (setf (connection-start connection) (connection-end connection))
+        while (and (receive connection deadline)
+                   (or (< (get-internal-real-time) deadline)
+                       (plusp (decf left +buffer-size+))))))
 
 (defun linger (connection seconds)
   "Send no more to the client of CONNECTION, and drop what it still sends for SECONDS at most, and
 what is there in any case. If a connection is closed with something unread the kernel resets it, and
 the client may lose the reply."
-  (end-transport connection)
+  (end-transport connection seconds)
   (shut-down connection 1)
   (setf (connection-kept connection) 0)
-  (handler-case
-      (loop with deadline = (deadline-after seconds)
-            do (setf (connection-start connection) (connection-end connection))
-            while (and (receive connection deadline) (< (get-internal-real-time) deadline)))
-    (client-error ())))
+  (handler-case (drop-what-comes connection seconds)
+    (client-error ()))
+  (drop-all-input connection))

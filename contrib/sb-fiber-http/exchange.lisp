@@ -17,6 +17,7 @@
 ;;;                                               -> :TAKEN            TAKE-CONNECTION
 ;;;     :OPEN        a head, perhaps some parts   -> :ENDED            END-REPLY
 ;;;     :ENDED       a reply, as far as it goes
+;;;     :BROKEN      perhaps a part of something    <- all, when sending is unwound
 ;;;     :TAKEN       what the handler has sent itself
 ;;;
 ;;; A reply in parts is framed by one of
@@ -27,7 +28,7 @@
 ;;;
 ;;; An exchange belongs to the fiber that serves its connection, or to whom that gives it.
 
-(deftype exchange-state () '(member :unanswered :open :ended :taken))
+(deftype exchange-state () '(member :unanswered :open :ended :broken :taken))
 (deftype framing () '(member :length :chunked :close :none))
 
 (defstruct (exchange (:constructor make-exchange
@@ -67,14 +68,26 @@ may take for some more octets of the body, and for each 262,144 octets of the re
 ;;; After a part of a message the client must not take what is sent next for the rest; nor may the
 ;;; rest of a body be taken for a request. It may be a time-out that unwinds this, anywhere: what
 ;;; tells how far the exchange is changes within.
-(defmacro moving-octets ((exchange) &body body)
-  "Execute BODY, which sends or receives. If it is unwound the connection of EXCHANGE is going to be
-closed."
-  (sb-int:with-unique-names (done)
-    `(let ((,done nil))
-       (unwind-protect (multiple-value-prog1 (progn ,@body)
-                         (setf ,done t))
-         (unless ,done (setf (exchange-keep-alive-p ,exchange) nil))))))
+(defmacro receiving ((exchange) &body body)
+  "Execute BODY, which receives. If it is unwound the connection of EXCHANGE is going to be closed."
+  `(call-unless-unwound (lambda () ,@body)
+                        (lambda () (setf (exchange-keep-alive-p ,exchange) nil))))
+
+(defmacro sending ((exchange) &body body)
+  "Execute BODY, which sends. If it is unwound nothing more is sent by EXCHANGE, and its connection
+is going to be closed."
+  `(call-unless-unwound (lambda () ,@body)
+                        (lambda ()
+                          (setf (exchange-keep-alive-p ,exchange) nil
+                                (exchange-state ,exchange) :broken))))
+
+(declaim (inline call-unless-unwound))
+(defun call-unless-unwound (function otherwise)
+  (declare (function function otherwise))
+  (let ((done nil))
+    (unwind-protect (multiple-value-prog1 (funcall function)
+                      (setf done t))
+      (unless done (funcall otherwise)))))
 
 ;;;; the body of the request
 
@@ -99,7 +112,7 @@ Signals TIMED-OUT, CONNECTION-LOST and BAD-REQUEST. If the connection was taken,
 comes, and is waited for without a time-out."
   (let ((connection (exchange-connection exchange)) (decoder (exchange-decoder exchange)))
     (cond ((eq (exchange-state exchange) :taken) (receive-anything connection nil))
-          (t (moving-octets (exchange)
+          (t (receiving (exchange)
                (when (and (exchange-continue-p exchange) (body-left-p exchange)
                           (eq (exchange-state exchange) :unanswered))
                  (tell-to-continue exchange))
@@ -123,7 +136,8 @@ longer than one part may, or the client was not told to send it."
           do (multiple-value-bind (octets start end)
                  (handler-case (receive-body (exchange-connection exchange)
                                              (exchange-decoder exchange) deadline)
-                   (bad-request () (values nil 0 0))) ; the reply has been sent
+                   (bad-request () (values nil 0 0)) ; the reply has been sent
+                   (timed-out () (return-from skip-body nil)))
                (declare (ignore octets))
                (decf left (- end start))))
     (not (body-left-p exchange))))
@@ -152,7 +166,7 @@ characters that it must not have, or is about length or encoding, or if there is
   (let ((length (and (body-allowed-p status) (length body))))
     (with-output (output)
       (put-head output status fields :length length :keep-alive-p (keep-alive-told exchange))
-      (moving-octets (exchange)
+      (sending (exchange)
         (setf (exchange-status exchange) status
               (exchange-state exchange) :ended)
         (send-output (exchange-connection exchange) output body
@@ -187,7 +201,7 @@ Signals what REPLY does."
     (when (eq framing :close) (setf (exchange-keep-alive-p exchange) nil))
     (with-output (output)
       (put-parted-head output exchange status fields length framing)
-      (moving-octets (exchange)
+      (sending (exchange)
         (setf (exchange-status exchange) status
               (exchange-framing exchange) framing
               (exchange-left exchange) (or length 0)
@@ -220,7 +234,7 @@ CONNECTION-LOST, and an error if the head announced fewer octets."
   (declare (type octets octets) (type index start end))
   (unless (eq (exchange-state exchange) :open) (wrong-state exchange "continued"))
   (when (and (< start end) (not (eq (exchange-framing exchange) :none)))
-    (moving-octets (exchange)
+    (sending (exchange)
       (when (eq (exchange-framing exchange) :length) (count-part exchange (- end start)))
       (if (eq (exchange-framing exchange) :chunked)
           (send-chunk exchange octets start end)
@@ -239,7 +253,7 @@ connection is going to be closed. Signals TIMED-OUT and CONNECTION-LOST."
   (case (exchange-framing exchange)
     (:chunked (let ((end (load-time-value
                           (string-octets (format nil "0~C~C~:*~:*~C~C" #\Return #\Newline)) t)))
-                (moving-octets (exchange)
+                (sending (exchange)
                   (send-octets (exchange-connection exchange) end 0 (length (the octets end))
                                (exchange-timeout exchange)))))
     (:length (when (plusp (exchange-left exchange)) (setf (exchange-keep-alive-p exchange) nil))))

@@ -70,7 +70,8 @@ taken, or NIL, and the error."
 
 (defun send-file (connection file start end seconds)
   "Send octets START to END of FILE, a descriptor, to the client, who must take them as SEND-OCTETS
-says. Signals TIMED-OUT and CONNECTION-LOST, and an error if FILE cannot be read."
+says, or, with a transport, each 65,536 of them within SECONDS. Signals TIMED-OUT and
+CONNECTION-LOST, and an error if FILE cannot be read."
   (if (connection-transport connection)
       (send-copy-of-file connection file start end seconds)
       (send-file-as-it-is connection file start end seconds)))
@@ -169,7 +170,7 @@ if it asks for several parts, or is not understood: then the whole is sent."
 (defun send-part-of-file (exchange status fields file start end)
   (begin-reply exchange status fields :length (- end start))
   (unless (eq (exchange-framing exchange) :none)
-    (moving-octets (exchange)
+    (sending (exchange)
       (send-file (exchange-connection exchange) file start end (exchange-timeout exchange))
       (setf (exchange-left exchange) 0)))
   (end-reply exchange))

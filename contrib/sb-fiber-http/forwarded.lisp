@@ -34,7 +34,7 @@
   "Return the address of who has sent the request of EXCHANGE, a string; or NIL if it came by a
 socket in the file system. PROXIES is a list of addresses, strings, of which NIL stands for all who
 come by such a socket: if one of these has sent it, this is the address that it names in the field
-X-Forwarded-For; which may be a proxy, too."
+X-Forwarded-For, as it is written there; which may be a proxy, too."
   (let ((peer (client-peer (exchange-client exchange))))
     (loop for address in (cons (and peer (address-string (first peer)))
                                (forwarded-addresses (exchange-head exchange)))

@@ -41,12 +41,18 @@
       (error "~S is no address: give a string like \"127.0.0.1\" or \"::1\", or NIL for all."
              address))))
 
+(defun mapped-p (address)
+  "Is ADDRESS, of IPv6, one of IPv4 that came to a socket for both?"
+  (not (mismatch address #(0 0 0 0 0 0 0 0 0 0 255 255) :end1 12)))
+
 (defun address-string (address)
   "Return ADDRESS, a vector of octets, as a string; NIL if it is not of IPv4 or IPv6."
   (when (vectorp address)
     (case (length address)
       (4 (format nil "~{~D~^.~}" (coerce address 'list)))
-      (16 (string-downcase (sb-bsd-sockets::unparse-inet6-address address))))))
+      (16 (if (mapped-p address)
+              (address-string (subseq address 12))
+              (string-downcase (sb-bsd-sockets::unparse-inet6-address address)))))))
 
 ;;;; opening and closing
 

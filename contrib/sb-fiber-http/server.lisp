@@ -113,8 +113,7 @@ DEADLINE."
   "Close the socket of the client of FIBER, and take it out of SERVER."
   (let ((client (with-server (server) (gethash fiber (server-clients server)))))
     (when client
-      (drop-all-input (client-connection client))
-      (free-transport (client-connection client))
+      (end-connection (client-connection client))
       (sb-bsd-sockets:socket-close (client-socket client) :abort t)
       (with-server (server)
         (when (remhash fiber (server-clients server))
@@ -181,13 +180,18 @@ room for more than leaving."
     (setf (exchange-state exchange) :ended)
     (refuse-request server (exchange-connection exchange) condition)))
 
+(defun cut-off (exchange)
+  (setf (exchange-keep-alive-p exchange) nil)
+  (when (eq (exchange-framing exchange) :close)
+    (setf (connection-cut-off-p (exchange-connection exchange)) t)))
+
 (defun serve-exchange (server exchange)
   (handler-case
       (case (progn (call-handler server exchange)
                    (exchange-state exchange))
         (:unanswered (reply-with-error exchange))
         ;; Nobody knows whether the body is whole: the client must see that it is not.
-        (:open (setf (exchange-keep-alive-p exchange) nil)))
+        ((:open :broken) (cut-off exchange)))
     (bad-request (condition) (refuse-in-exchange server exchange condition))))
 
 (defconstant +linger-seconds+ 2)
@@ -206,8 +210,10 @@ room for more than leaving."
     (cond ((eq (exchange-state exchange) :taken) nil)
           ((and (exchange-keep-alive-p exchange) (skip-body exchange)))
           ;; Something else may be there, if the client has not waited.
-          (t (when (or (body-left-p exchange) (usable-now-p connection))
-               (linger connection +linger-seconds+))
+          (t (unless (connection-cut-off-p connection)
+               (end-transport connection +linger-seconds+)
+               (when (or (body-left-p exchange) (usable-now-p connection))
+                 (linger connection +linger-seconds+)))
              nil))))
 
 (defun serve-requests (server client)
@@ -233,10 +239,16 @@ room for more than leaving."
       (setf (connection-transport connection)
             (make-transport (server-tls server) (connection-fd connection))))))
 
+(defun transport-begun-p (server connection)
+  (handler-case (progn (begin-transport server connection) t)
+    ((or error storage-condition) (condition)
+      (note-server-error server condition)
+      nil)))
+
 (defun serve-client (server client)
   (unwind-protect
-       (handler-case (progn (begin-transport server (client-connection client))
-                            (serve-requests server client))
+       (handler-case (when (transport-begun-p server (client-connection client))
+                       (serve-requests server client))
          (client-error ()))             ; not worth a message
     (remove-client server (sb-fiber:current-fiber))))
 
@@ -365,18 +377,23 @@ wait, twice as long each time."
 
 (defun start-acceptors (server)
   (dolist (listener (server-listeners server) server)
-    (push (sb-fiber:submit-fiber
-           (server-group server)
-           (let ((listener listener))
-             (sb-fiber:make-fiber (lambda () (accept-clients server listener))
-                                  :name "HTTP acceptor")))
-          (server-acceptors server))))
+    (let* ((listener listener)
+           (fiber (sb-fiber:make-fiber (lambda () (accept-clients server listener))
+                                       :name "HTTP acceptor")))
+      (sb-fiber:submit-fiber (server-group server) fiber)
+      (push fiber (server-acceptors server)))))
 
 (defun check-limit (value name)
   (unless (typep value '(or null index))
     (error 'sb-int:simple-program-error
            :format-control "~S must be NIL or an integer that is not negative, not ~S."
            :format-arguments (list name value))))
+
+(defun check-tls (tls)
+  (unless (or (null tls) (compute-applicable-methods #'make-transport (list tls 0)))
+    (error 'sb-int:simple-program-error
+           :format-control ":TLS must be what SB-FIBER-HTTP-TLS:MAKE-TLS returns, or NIL, not ~S."
+           :format-arguments (list tls))))
 
 (defun begin-serving (server places backlog shared-p carrier-count)
   (setf (server-listeners server) (open-listeners places backlog shared-p))
@@ -386,9 +403,10 @@ wait, twice as long each time."
   (start-acceptors server))
 
 (defun end-serving (server)
-  "Undo what BEGIN-SERVING has done of SERVER, by which nobody has been served."
+  "Undo what BEGIN-SERVING has done of SERVER, which could not be started."
   (end-fibers (server-acceptors server))
   (mapc #'close-listener (server-listeners server))
+  (end-clients server (other-clients server))
   (when (server-group server) (finish-own-group server)))
 
 (defun start-server (handler &key (address "127.0.0.1") (port 8080)
@@ -418,16 +436,19 @@ error, with which ON-ERROR is called first, or a STORAGE-CONDITION. The other ar
   :MAX-BODY         how many octets a body may have, or NIL for any number; longer ones are answered
                     with 413;
   :MAX-CONNECTIONS  how many clients may be connected, or NIL for any number. If there are as many
-                    others wait to be accepted, or get status 503 if WHEN-FULL is :REFUSE;
+                    others wait to be accepted; or, if WHEN-FULL is :REFUSE, get status 503 or, with
+                    TLS, nothing;
   :IDLE-TIMEOUT     after how many seconds without a request a connection is closed, 60 by default;
   :TIMEOUT          how many seconds a client may take for a head, for some more octets of a body,
                     or for each 262,144 octets of a reply, 20 by default.
   :TLS              what SB-FIBER-HTTP-TLS:MAKE-TLS returns, if clients are to speak TLS, or NIL.
-Time-outs may be NIL. Signals TYPE-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it cannot listen."
+Time-outs may be NIL. Signals TYPE-ERROR, PROGRAM-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it
+cannot listen."
   (when (and group carrier-count)
     (error "A GROUP has its carriers: give it or a CARRIER-COUNT, not both."))
   (check-limit max-connections :max-connections)
   (check-limit max-body :max-body)
+  (check-tls tls)
   (let ((server (%make-server
                  :handler (coerce handler 'function) :on-error (coerce on-error 'function)
                  :limits (make-limits :head max-head :line (min 8192 max-head))
@@ -460,7 +481,7 @@ Time-outs may be NIL. Signals TYPE-ERROR, and SB-BSD-SOCKETS:SOCKET-ERROR if it 
   :CONNECTIONS  clients that are connected;
   :IN-PROGRESS  those whose request is being served;
   :ACCEPTED     connections that were accepted since it started;
-  :REFUSED      those that got status 503 since there were too many;
+  :REFUSED      those that got status 503, or nothing, since there were too many;
   :REQUESTS     requests that came, but for those whose head was refused;
   :ERRORS       errors of the handler, of which ON-ERROR was told, and of accepting;
   :RECEIVED     octets that were received;

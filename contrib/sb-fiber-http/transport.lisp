@@ -32,7 +32,8 @@ direction, :INPUT or :OUTPUT, in which the socket must be ready before; or NIL a
   (:documentation "Has something been received that was not read?"))
 
 (defgeneric transport-end (transport)
-  (:documentation "Tell the client that nothing more will be sent, if that is possible at once."))
+  (:documentation "Tell the client that nothing more will be sent. Return :OUTPUT if the socket must
+be ready for that before this is called again, or else NIL."))
 
 (defgeneric transport-free (transport)
   (:documentation "Free what TRANSPORT has. It may be used, and freed, again, and does nothing

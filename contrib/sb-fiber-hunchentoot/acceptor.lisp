@@ -176,7 +176,8 @@ octet now and then does not stay."))
 (defun unread-p (stream)
   "Does the client perhaps still send what belongs to its last request?"
   (let ((exchange (stream-exchange stream)))
-    (and exchange (body-left-p exchange))))
+    (and exchange
+         (or (body-left-p exchange) (usable-now-p (client-connection stream))))))
 
 (defun serve-requests (acceptor socket connection stream)
   (let ((timeout (hunchentoot:acceptor-read-timeout acceptor)))
@@ -212,6 +213,7 @@ octet now and then does not stay."))
              (stream (make-instance 'client-stream
                                     :real-stream socket-stream :connection connection)))
         (unwind-protect (serve-requests acceptor socket connection stream)
-          (drop-all-input connection)
+          ;; A connection that was detached goes on, with what was received.
           (when hunchentoot::*close-hunchentoot-stream*
+            (drop-all-input connection)
             (close-quietly socket-stream))))))

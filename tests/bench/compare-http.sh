@@ -54,7 +54,8 @@ listening() {
 
 start_server() {
     case $1 in
-        fibers | fast | clack | engine | raw | threads) set -- sh "$here/run.sh" http "$port" "$1" ;;
+        fibers | fast | clack | engine | raw | threads)
+            set -- sh "$here/run.sh" http "$port" "$1" ;;
         *-raw) set -- "$PEERS/run.sh" "${1%-raw}" http-raw "$port" ;;
         *) set -- "$PEERS/run.sh" "$1" http "$port" ;;
     esac

@@ -269,3 +269,29 @@
                  ("192.0.2.7" "X-Forwarded-For: 198.51.100.1" "X-Forwarded-For: 192.0.2.7,10.0.0.1")
                  ("10.0.0.1" "X-Forwarded-For: 10.0.0.1") ("127.0.0.1" "X-Forwarded-For: ,"))
           do (is (equal address (third (apply #'ask place "/" fields)))))))
+
+;;; Prevents: a reply that looks whole to a client which knows its end only by that of the
+;;; connection.
+(test open-replies-to-http-1.0
+  (with-test-server (server place #'serve-parts)
+    (with-connection (stream place)
+      (send-parts stream (message "GET /open HTTP/1.0" ""))
+      (signals stream-error (loop while (read-byte stream nil))))))
+
+;;; Prevents: a part behind a half of another.
+(test parts-that-were-cut-off
+  (let ((again nil))
+    (with-test-server (server place
+                              (lambda (exchange)
+                                (begin-reply exchange 200 *text*)
+                                (handler-case
+                                    (send-part exchange (octets-of-size 30000000))
+                                  (sb-fiber-http:timed-out ()
+                                    (setf again
+                                          (handler-case (send-part exchange (octets-of-size 1))
+                                            (error () :refused))))))
+                              :timeout 1/10)
+      (with-connection (stream place)
+        (send-parts stream (request "/"))
+        (is-true (wait-until again))
+        (is (eq :refused again))))))

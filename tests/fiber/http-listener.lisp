@@ -33,7 +33,10 @@
 (test addresses-of-ipv6
   (if (ipv6-p)
       (with-test-server (server place #'reply-with-peer :address "::1")
-        (is (equal "::1" (third (ask place "/")))))
+        (is (equal "::1" (third (ask place "/"))))
+        ;; One socket for both: the addresses of the old kind are as ever.
+        (with-test-server (both place #'reply-with-peer :address "::")
+          (is (equal "127.0.0.1" (third (ask (list :tcp "127.0.0.1" (third place)) "/"))))))
       (skip "The machine has no IPv6.")))
 
 ;;; Prevents: a server that does not start since the one before was killed; one that takes the place

@@ -193,3 +193,28 @@
     (with-test-server (server place #'serve-by-tls
                               :tls (make-tls certificate key :password "open sesame"))
       (is-true (search "CN = secret" (answer-of-openssl place))))))
+
+;;; Prevents: a good pair that is given up for one that serves nobody: OpenSSL keeps one certificate
+;;; for each kind of key.
+(test keys-of-another-kind
+  (let ((certificate (make-certificate "rsa" :key-kind '("rsa:2048"))))
+    (signals tls-error (make-tls certificate (second *one*)))))
+
+(test no-certificate-at-all
+  (signals error (start-server #'identity :port 0 :tls t))
+  (signals error (start-server #'identity :port 0 :tls "certificate.pem")))
+
+;;; Prevents: an error of one connection that another fiber of the carrier finds, and takes for its
+;;; own.
+(test errors-are-not-left-to-others
+  (with-test-server (server place #'serve-by-tls :carrier-count 1 :tls (tls-of *one*))
+    (loop repeat 20
+          do (with-connection (stream place)
+               (send-parts stream (string-octets "no handshake"))
+               (handler-case (loop while (read-byte stream nil))
+                 (stream-error () "reset")))
+             (is (equal "whole" (third (ask-by-tls place "/whole"))))
+             (is (equal '(0) (join-all
+                              (list (spawn ((sb-fiber-http::server-group server))
+                                      (cffi:foreign-funcall "ERR_peek_error"
+                                                            :unsigned-long)))))))))

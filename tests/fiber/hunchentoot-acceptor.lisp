@@ -507,3 +507,30 @@
                          finally (return (read-byte stream nil :closed)))
                  (stream-error () :closed)))))
      port)))
+
+;;; Prevents: what a connection has received, and who has taken that over has not read, being
+;;; lost, or another's.
+(defvar *go-on* (make-flag))
+
+(define-handler takes-over ()
+  (hunchentoot:detach-socket hunchentoot:*acceptor*)
+  (let ((stream hunchentoot::*hunchentoot-stream*))
+    (make-thread (lambda ()
+                   (wait-until (flag-value *go-on*))
+                   (write-sequence (read-octets stream 6) stream)
+                   (finish-output stream)
+                   (close stream))))
+  nil)
+
+(test connections-that-are-taken-over
+  (with-acceptor (port 'engine-acceptor :taskmaster (fibers 1))
+    (let ((answer (make-thread
+                   (lambda ()
+                     (answer port (join-octets
+                                   (message "GET /takes-over HTTP/1.1" "Host: x"
+                                            "Connection: upgrade" "Upgrade: x" "")
+                                   (sb-fiber-http:string-octets "frames")))))))
+      (sleep 1/10)
+      (loop repeat 20 do (answer port (closing-request "GET" "/octets?y=z" "1.1" '())))
+      (raise-flag *go-on*)
+      (is-true (search "frames" (join-thread answer))))))

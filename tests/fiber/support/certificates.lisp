@@ -17,12 +17,13 @@
     directory)
   "A directory.")
 
-(defun make-certificate (name &key (password nil))
+(defun make-certificate (name &key (password nil)
+                                   (key-kind '("ec" "-pkeyopt" "ec_paramgen_curve:prime256v1")))
   "Return the paths of a new certificate of NAME, and of its key."
   (let ((certificate (format nil "~A/~A-certificate.pem" *certificates* name))
         (key (format nil "~A/~A-key.pem" *certificates* name)))
     (sb-ext:run-program "openssl"
-                        `("req" "-x509" "-newkey" "ec" "-pkeyopt" "ec_paramgen_curve:prime256v1"
+                        `("req" "-x509" "-newkey" ,@key-kind
                                 ,@(if password
                                       (list "-passout" (format nil "pass:~A" password))
                                       '("-nodes"))
