@@ -280,12 +280,12 @@
 
 ;;; Prevents: a part behind a half of another.
 (test parts-that-were-cut-off
-  (let ((again nil))
+  (let ((again nil) (large (make-array 30000000 :element-type '(unsigned-byte 8))))
     (with-test-server (server place
                               (lambda (exchange)
                                 (begin-reply exchange 200 *text*)
                                 (handler-case
-                                    (send-part exchange (octets-of-size 30000000))
+                                    (send-part exchange large)
                                   (sb-fiber-http:timed-out ()
                                     (setf again
                                           (handler-case (send-part exchange (octets-of-size 1))
