@@ -89,9 +89,11 @@
           (sb-thread:condition-notify queue))
         (lambda (fiber)
           (submit-fiber (sb-fiber::fiber-group fiber) (make-fiber #'list)))
+        ;; One that overflows in the midst of taking or releasing the mutex, as a thread may, leaves
+        ;; it taken.
         (lambda (fiber)
           (declare (ignore fiber))
-          (with-mutex (mutex) (sb-thread:condition-broadcast queue)))))
+          (with-mutex (mutex :timeout 1/10) (sb-thread:condition-broadcast queue)))))
 
 (defun asleep-p (group)
   (= (logcount (sb-fiber::fiber-group-idle group))
@@ -107,7 +109,7 @@
                          (loop until (flag-value stop)
                                do (if (= 0 (random 2))
                                       (fiber-park :timeout 1/100)
-                                      (with-mutex (mutex)
+                                      (with-mutex (mutex :timeout 1/10)
                                         (condition-wait queue mutex :timeout 1/100)))
                                   (count-one woken)))))
             (with-group (group 1)

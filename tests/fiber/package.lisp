@@ -88,10 +88,11 @@
         (ok nil))
     (unwind-protect (multiple-value-prog1 (funcall function group)
                       (setf ok t))
-      (unless (or (finish-fibers group :timeout (if ok *patience* 1))
-                  (finish-fibers group :timeout 5 :abort t))
-        (when ok
-          (error 'fibers-hang :report (describe-fibers)))))))
+      (unless (finish-fibers group :timeout (if ok *patience* 1))
+        (let ((report (describe-fibers)))
+          (finish-fibers group :timeout 5 :abort t)
+          (when ok
+            (error 'fibers-hang :report report)))))))
 
 (defmacro with-group ((group &optional (carrier-count 2)) &body body)
   "Execute BODY with GROUP bound to a running group, and wait until its fibers have ended."
