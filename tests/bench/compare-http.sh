@@ -25,7 +25,7 @@
 #   HEADERS       how many fields, 10 at most, that browsers send are added to
 #                 each request; default: 0
 #   PORT          default: 4299
-#   P, SBCL       as for run.sh
+#   P, SBCL, BODY as for run.sh
 
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -54,12 +54,12 @@ listening() {
 
 start_server() {
     case $1 in
-        fibers | fast | clack | engine | raw | threads)
+        fibers | fast | clack | engine | file | raw | threads)
             set -- sh "$here/run.sh" http "$port" "$1" ;;
         *-raw) set -- "$PEERS/run.sh" "${1%-raw}" http-raw "$port" ;;
         *) set -- "$PEERS/run.sh" "$1" http "$port" ;;
     esac
-    "$@" </dev/null >"$dir/log" 2>&1 &
+    TMPDIR=$dir "$@" </dev/null >"$dir/log" 2>&1 &
     server=$!
     until listening; do
         kill -0 "$server" 2>/dev/null ||

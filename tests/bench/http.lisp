@@ -17,6 +17,12 @@
     (asdf:load-system #+sb-fiber "sb-fiber-hunchentoot" #-sb-fiber "hunchentoot")
     #+sb-fiber (asdf:load-system "clack-handler-sb-fiber")))
 
+(defparameter *body*
+  (let ((size (sb-ext:posix-getenv "BODY")))
+    (if size
+        (make-string (parse-integer size) :initial-element #\a)
+        "Hello, World!")))
+
 (defun make-taskmaster (kind carriers)
   (cond ((or (string= kind "fibers") (string= kind "fast"))
          (make-instance (uiop:find-symbol* "FIBER-TASKMASTER" "SB-FIBER-HUNCHENTOOT")
@@ -24,7 +30,7 @@
         ((string= kind "threads")
          (make-instance 'hunchentoot:one-thread-per-connection-taskmaster
                         :max-thread-count 20000 :max-accept-count 40000))
-        (t (error "~S is none of fibers, fast, threads, clack, engine and raw." kind))))
+        (t (error "~S is none of fibers, fast, threads, clack, engine, file and raw." kind))))
 
 (defun acceptor-class (kind)
   (if (string= kind "fast")
@@ -33,7 +39,7 @@
 
 (hunchentoot:define-easy-handler (hello :uri "/") ()
   (setf (hunchentoot:content-type*) "text/plain")
-  "Hello, World!")
+  *body*)
 
 (defun start-hunchentoot (port kind carriers)
   (hunchentoot:start
@@ -50,15 +56,25 @@
   (clack.handler.sb-fiber:start
    (lambda (environment)
      (declare (ignore environment))
-     '(200 (:content-type "text/plain") ("Hello, World!")))
+     `(200 (:content-type "text/plain") (,*body*)))
    :port port :carrier-count carriers :backlog 4096))
 
 #+sb-fiber
 (defun start-engine (port carriers)
   (let ((fields '(("Content-Type" . "text/plain")))
-        (body (sb-fiber-http:string-octets "Hello, World!")))
+        (body (sb-fiber-http:string-octets *body*)))
     (sb-fiber-http:start-server
      (lambda (exchange) (sb-fiber-http:reply exchange 200 fields body))
+     :port port :carrier-count carriers :backlog 4096)))
+
+#+sb-fiber
+(defun start-file-server (port carriers)
+  (uiop:with-temporary-file (:stream out :pathname path :keep t)
+    (write-string *body* out)
+    (finish-output out)
+    (sb-fiber-http:start-server
+     (lambda (exchange)
+       (sb-fiber-http:reply-with-file exchange path :fields '(("Content-Type" . "text/plain"))))
      :port port :carrier-count carriers :backlog 4096)))
 
 ;;; What fibers can do at most: what comes is taken for a request, and not looked at.
@@ -99,6 +115,7 @@
 (defun start-server (port kind carriers)
   (cond #+sb-fiber ((string= kind "clack") (start-clack port carriers))
         #+sb-fiber ((string= kind "engine") (start-engine port carriers))
+        #+sb-fiber ((string= kind "file") (start-file-server port carriers))
         #+sb-fiber ((string= kind "raw") (start-raw port carriers))
         (t (start-hunchentoot port kind carriers))))
 

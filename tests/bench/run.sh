@@ -24,11 +24,11 @@
 #   httpidle N [KIND]     N connections to Hunchentoot that have had an answer,
 #                         and wait, KIND as for http: growth of the resident set, the heap and the
 #                         page tables for each
-#   http PORT fibers|fast|threads|clack|engine|raw [CARRIERS]
+#   http PORT fibers|fast|threads|clack|engine|file|raw [CARRIERS]
 #                         hello world on 127.0.0.1, until killed: Hunchentoot, with a stock
 #                         acceptor in fibers, EASY-FIBER-ACCEPTOR, or a stock acceptor in
-#                         threads; Clack's handler; the HTTP engine itself; a
-#                         loop that reads and writes, and looks at nothing
+#                         threads; Clack's handler; the HTTP engine itself, and
+#                         with a file; a loop that reads and writes, and looks at nothing
 #
 # first_ns and first_ms are of the first round of the process, ns and ms the
 # median of the five after it.
@@ -37,6 +37,7 @@
 #   P      how many carriers: by default 1, and a carrier for each processor
 #          with http
 #   SBCL   another Lisp to run
+#   BODY   with http, how many octets a reply has, instead of hello world
 #   PLAIN  for mutex-free, the command of an SBCL without fibers, say
 #          SBCL_BUILD=/tmp/plain sh make.sh --without-sb-fiber
 #          PLAIN="env SBCL_BUILD=/tmp/plain sh run-sbcl.sh"

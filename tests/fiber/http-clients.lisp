@@ -15,15 +15,8 @@
 
 (defun reset (socket)
   "Close SOCKET such that the other end sees that it was reset."
-  (sb-alien:with-alien ((linger (array sb-alien:int 2)))
-    (setf (sb-alien:deref linger 0) 1
-          (sb-alien:deref linger 1) 0)
-    (sb-alien:alien-funcall
-     (sb-alien:extern-alien "setsockopt" (function sb-alien:int sb-alien:int sb-alien:int
-                                                   sb-alien:int (* t) sb-alien:unsigned))
-     (sb-bsd-sockets:socket-file-descriptor socket) sb-bsd-sockets-internal::sol-socket
-     13                                 ; SO_LINGER of Linux
-     (sb-alien:addr linger) 8))
+  (sb-fiber-http::reset-when-closed (sb-fiber-http:make-connection
+                                     (sb-bsd-sockets:socket-file-descriptor socket)))
   (sb-bsd-sockets:socket-close socket))
 
 (defun send-and-reset (place octets)
