@@ -130,6 +130,10 @@
   (put-number output length)
   (put-constant output "||"))
 
+;;; Ending the output of a stream that was not used is a look at a dozen cold cache lines.
+(defvar *past-stream-p* nil
+  "Was the reply to the request that is being served sent past its stream, and whole?")
+
 (defun send-simple-reply (acceptor request reply contents stream)
   "Send CONTENTS with what REPLY says to the client at STREAM."
   (let* ((format (hunchentoot:reply-external-format reply))
@@ -142,4 +146,5 @@
     (with-output (output)
       (put-reply-head output reply length)
       (send-output (client-connection stream) output octets length
-                   (hunchentoot:acceptor-write-timeout acceptor)))))
+                   (hunchentoot:acceptor-write-timeout acceptor)))
+    (setf *past-stream-p* t)))
