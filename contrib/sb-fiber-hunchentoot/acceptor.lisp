@@ -50,6 +50,30 @@ octet now and then does not stay."))
 (defmethod hunchentoot::acceptor-server-name ((acceptor fiber-acceptor))
   *server-name*)
 
+;;;; accepting
+
+(defun shutting-down-p (acceptor)
+  (hunchentoot::with-lock-held ((hunchentoot::acceptor-shutdown-lock acceptor))
+    (hunchentoot::acceptor-shutdown-p acceptor)))
+
+(defun accept-connection (acceptor listener)
+  (let ((socket (handler-case (usocket:socket-accept listener)
+                  (usocket:connection-aborted-error ()))))
+    (when socket
+      (hunchentoot::set-timeouts socket
+                                 (hunchentoot:acceptor-read-timeout acceptor)
+                                 (hunchentoot:acceptor-write-timeout acceptor))
+      (hunchentoot:handle-incoming-connection (hunchentoot::acceptor-taskmaster acceptor)
+                                              socket))))
+
+;;; As for stock acceptors, but the listener is not asked before whether there is a connection: with
+;;; thousands of fibers that can run, each such question waits for all of them, and the kernel drops
+;;; the clients that come at once.
+(defmethod hunchentoot:accept-connections ((acceptor fiber-acceptor))
+  (usocket:with-server-socket (listener (hunchentoot::acceptor-listen-socket acceptor))
+    (loop until (shutting-down-p acceptor)
+          do (accept-connection acceptor listener))))
+
 ;;;; a request
 
 (defun refuse-body (condition)
