@@ -113,7 +113,9 @@ DEADLINE."
   "Close the socket of the client of FIBER, and take it out of SERVER."
   (let ((client (with-server (server) (gethash fiber (server-clients server)))))
     (when client
-      (end-connection (client-connection client))
+      ;; A fiber that was ended just behind the close leaves a number that may be another's.
+      (when (sb-bsd-sockets:socket-open-p (client-socket client))
+        (end-connection (client-connection client)))
       (sb-bsd-sockets:socket-close (client-socket client) :abort t)
       (with-server (server)
         (when (remhash fiber (server-clients server))

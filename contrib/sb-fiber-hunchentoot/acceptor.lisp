@@ -189,6 +189,7 @@ octet now and then does not stay."))
           (*cut-off-p* (finish-output stream))
           (t (end-output stream)))
     (and (not hunchentoot::*finish-processing-socket*)
+         (exchange-keep-alive-p exchange) ; or a part of the body may be lost
          (skip-body exchange))))
 
 (defun refuse-request (acceptor connection condition)

@@ -534,3 +534,34 @@
       (loop repeat 20 do (answer port (closing-request "GET" "/octets?y=z" "1.1" '())))
       (raise-flag *go-on*)
       (is-true (search "frames" (join-thread answer))))))
+
+;;; Prevents: what is left of a body, when reading it was unwound, being taken for a request.
+(define-handler gives-up-reading ()
+  (handler-case (sb-ext:with-timeout 1/20
+                  (read-byte (hunchentoot:raw-post-data :want-stream t)))
+    (sb-ext:timeout () "late")))
+
+(test bodies-whose-reading-was-left
+  (with-acceptor (port 'engine-acceptor :taskmaster (fibers 1))
+    (call-with-server-socket
+     (lambda (stream)
+       (write-sequence (message "PUT /gives-up-reading HTTP/1.1" "Host: x" "Content-Length: 5"
+                                "Content-Type: text/plain" "")
+                       stream)
+       (finish-output stream)
+       (is (equal '(200 "late") (read-answer stream)))
+       (write-sequence (join-octets (sb-fiber-http:string-octets "01234")
+                                    (message "GET /octets HTTP/1.1" "Host: x" ""))
+                       stream)
+       (finish-output stream)
+       (is (null (read-byte stream nil))))
+     port)))
+
+;;; Prevents: an acceptor that waits in accept(2) for ever, where no fiber accepts.
+(test threads-for-an-acceptor-of-fibers
+  (loop repeat 3
+        do (with-acceptor (port 'engine-acceptor
+                                :taskmaster (make-instance
+                                             'hunchentoot:one-thread-per-connection-taskmaster))
+             (is (eql 200 (status-of (answer port (closing-request "GET" "/octets" "1.1"
+                                                                   '()))))))))
