@@ -210,8 +210,7 @@ Signals what REPLY does."
                      (exchange-timeout exchange))))))
 
 (defun put-chunk-size (output size)
-  (put-string output (string-downcase (write-to-string size :base 16 :radix nil :pretty nil))
-              #'token-octet-p)
+  (put-token output (string-downcase (write-to-string size :base 16 :radix nil :pretty nil)))
   (put-constant output "|"))
 
 (defun send-chunk (exchange octets start end)

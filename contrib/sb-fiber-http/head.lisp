@@ -62,6 +62,7 @@ The connection must be closed: where the next message begins is not known."))
   (host-p nil :type boolean))
 (declaim (sb-ext:freeze-type head))
 
+(declaim (inline make-places))
 (defun make-places (n-fields)
   (make-array (* +places-per-field+ n-fields) :element-type '(unsigned-byte 32)))
 
@@ -82,14 +83,18 @@ The connection must be closed: where the next message begins is not known."))
         (head-host-p head) nil)
   head)
 
+(defun shifted-places (head)
+  "The places of HEAD, as they are if it begins at 0."
+  (let ((places (make-places (head-field-count head))))
+    (dotimes (i (length places) places)
+      (setf (aref places i) (- (aref (head-places head) i) (head-start head))))))
+
 (defun copy-of-head (head)
   "Return a head that says what HEAD does, and goes on doing so when the buffer is used again."
   (let ((copy (copy-structure head)) (start (head-start head)))
     (flet ((shift (place) (- place start)))
       (setf (head-octets copy) (subseq (head-octets head) start (head-end head))
-            (head-places copy) (map '(simple-array (unsigned-byte 32) (*)) #'shift
-                                    (subseq (head-places head)
-                                            0 (* +places-per-field+ (head-field-count head))))
+            (head-places copy) (shifted-places head)
             (head-begin copy) 0
             (head-start copy) 0
             (head-end copy) (shift (head-end head))
@@ -139,6 +144,11 @@ lower case; or NIL."
           when (name-at-p name (head-octets head) (place-of-field head n 0)
                           (place-of-field head n 1))
             return n)))
+
+(define-compiler-macro head-field (&whole form head name &rest arguments)
+  (if (and (stringp name) (not (typep name 'simple-base-string)))
+      `(head-field ,head ,(coerce name 'simple-base-string) ,@arguments)
+      form))
 
 (defun map-fields (function head)
   "Call FUNCTION with name and value, strings, of each field of HEAD."

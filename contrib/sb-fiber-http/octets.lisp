@@ -87,6 +87,23 @@
   "May OCTET be part of a field's value?"
   (or (= code +tab+) (and (>= code +space+) (/= code +delete+))))
 
+;;; for the sake of speed: a loop for each of the two ways in which strings are kept
+(defmacro do-codes ((code string) &body body)
+  "Execute BODY with the CODE of each character of STRING, a simple one, in a block named NIL."
+  `(macrolet ((walk ()
+                '(loop for character across string
+                       do (let ((,code (char-code character))) ,@body))))
+     (let ((string ,string))
+       (etypecase string
+         (simple-base-string (walk))
+         ((simple-array character (*)) (walk))))))
+
+(defun value-string-p (string)
+  "May STRING be the value of a field of a reply?"
+  (do-codes (code (coerce string 'simple-string))
+    (unless (and (< code 256) (value-octet-p code)) (return-from value-string-p nil)))
+  t)
+
 (declaim (inline blank-p digit-of))
 (defun blank-p (octet)
   (or (= octet +space+) (= octet +tab+)))

@@ -49,25 +49,23 @@
 (defun refuse-character (code)
   (error "The character ~S must not be in a field of a reply." (code-char code)))
 
-(defun put-string (output string allowed-p)
-  "Put STRING, of Latin-1. All of its octets must be allowed by ALLOWED-P, or who has chosen STRING
-could split the reply in two."
-  (declare (type function allowed-p))
-  (let ((string (coerce string 'simple-string)))
-    (have-room output (length string))
-    (let ((octets (output-octets output)) (fill (output-fill output)))
-      (declare (type index fill))
-      (macrolet ((put-characters ()
-                   `(loop for character across string
-                          for code = (char-code character)
-                          do (unless (and (< code 256) (funcall allowed-p code))
-                               (refuse-character code))
-                             (setf (aref octets fill) code)
-                             (incf fill))))
-        (etypecase string               ; for the sake of speed
-          (simple-base-string (put-characters))
-          ((simple-array character (*)) (put-characters))))
-      (setf (output-fill output) fill))))
+(defmacro define-put (name kind documentation)
+  "Define NAME as a function that puts a string into an OUTPUT. All of its octets must be of KIND,
+or who has chosen the string could split the reply in two."
+  `(defun ,name (output string)
+     ,documentation
+     (let ((string (coerce string 'simple-string)))
+       (have-room output (length string))
+       (let ((octets (output-octets output)) (fill (output-fill output)))
+         (declare (type index fill))
+         (do-codes (code string)
+           (unless (and (< code 256) (,kind code)) (refuse-character code))
+           (setf (aref octets fill) code)
+           (incf fill))
+         (setf (output-fill output) fill)))))
+
+(define-put put-token token-octet-p "Put STRING, the name of a field.")
+(define-put put-value value-octet-p "Put STRING, of Latin-1, the value of a field.")
 
 (defun put-number (output n)
   "Put the decimal digits of N, which is not negative."
@@ -145,9 +143,9 @@ could split the reply in two."
 
 (defun put-field (output name value)
   "Put the field NAME with VALUE, strings."
-  (put-string output name #'token-octet-p)
+  (put-token output name)
   (put-constant output ": ")
-  (put-string output value #'value-octet-p)
+  (put-value output value)
   (put-constant output "|"))
 
 ;;; RFC 9110, 8.6: these have no body, and 1xx and 204 no length either.

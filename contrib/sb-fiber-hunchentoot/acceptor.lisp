@@ -9,6 +9,10 @@
 
 (in-package "SB-FIBER-HUNCHENTOOT")
 
+(defstruct (request-count (:copier nil))
+  (in-progress 0 :type sb-ext:word))
+(declaim (sb-ext:freeze-type request-count))
+
 (defclass fiber-acceptor (hunchentoot:acceptor)
   ((max-head :initarg :max-head
              :initform 65536
@@ -16,7 +20,9 @@
    (max-body :initarg :max-body
              :initform nil
              :reader max-body)
-   (limits :accessor acceptor-limits))
+   (limits :accessor acceptor-limits)
+   (request-count :initform (make-request-count)
+                  :reader acceptor-request-count))
   (:default-initargs :request-class 'fiber-request
                      :taskmaster (make-instance 'fiber-taskmaster))
   (:documentation
@@ -52,10 +58,6 @@ octet now and then does not stay."))
 
 ;;;; accepting
 
-(defun shutting-down-p (acceptor)
-  (hunchentoot::with-lock-held ((hunchentoot::acceptor-shutdown-lock acceptor))
-    (hunchentoot::acceptor-shutdown-p acceptor)))
-
 (defun accept-connection (acceptor listener)
   (let ((socket (handler-case (usocket:socket-accept listener)
                   (usocket:connection-aborted-error ()))))
@@ -71,8 +73,39 @@ octet now and then does not stay."))
 ;;; the clients that come at once.
 (defmethod hunchentoot:accept-connections ((acceptor fiber-acceptor))
   (usocket:with-server-socket (listener (hunchentoot::acceptor-listen-socket acceptor))
-    (loop until (shutting-down-p acceptor)
+    (loop until (hunchentoot::acceptor-shutdown-p acceptor)
           do (accept-connection acceptor listener))))
+
+;;;; how many requests are in progress
+
+;;; Hunchentoot counts under a mutex of the acceptor. All carriers would write it twice a request;
+;;; and a mutex for which fibers wait is handed to one that has yet to run, behind all that are
+;;; queued: they would form a line there that does not end while the server is busy.
+
+(defmethod hunchentoot::accessor-requests-in-progress ((acceptor fiber-acceptor))
+  (if (hunchentoot:acceptor-ssl-p acceptor)
+      (call-next-method)
+      (request-count-in-progress (acceptor-request-count acceptor))))
+
+;;; ATOMIC-DECF is a full barrier before the flag is read. STOP sets the flag, and takes the lock
+;;; before it reads the count: one of the two sees what the other wrote.
+(defun request-has-ended (acceptor)
+  (sb-ext:atomic-decf (request-count-in-progress (acceptor-request-count acceptor)))
+  (when (hunchentoot::acceptor-shutdown-p acceptor)
+    (hunchentoot::with-lock-held ((hunchentoot::acceptor-shutdown-lock acceptor))
+      (hunchentoot::condition-variable-signal (hunchentoot::acceptor-shutdown-queue acceptor)))))
+
+(defmacro with-request-counted ((acceptor) &body body)
+  "Execute BODY, which serves a request. STOP with :SOFT true waits for that."
+  (sb-int:with-unique-names (begun-p)
+    `(let ((,begun-p nil))
+       (unwind-protect
+            (progn
+              (sb-sys:without-interrupts
+                (sb-ext:atomic-incf (request-count-in-progress (acceptor-request-count ,acceptor)))
+                (setf ,begun-p t))
+              ,@body)
+         (when ,begun-p (request-has-ended ,acceptor))))))
 
 ;;;; a request
 
@@ -183,7 +216,7 @@ octet now and then does not stay."))
     (read-another-body stream exchange)
     ;; If the handler answers that by 101, what comes next is its own.
     (when (upgrade-without-body-p head) (take-connection exchange))
-    (hunchentoot::with-acceptor-request-count-incremented (acceptor)
+    (with-request-counted (acceptor)
       (hunchentoot:process-request (make-request acceptor socket head stream)))
     (cond (*past-stream-p*)
           (*cut-off-p* (finish-output stream))

@@ -63,11 +63,7 @@
 
 (defun simple-value-p (value)
   (or (null value) (integerp value)
-      (and (stringp value)
-           (every (lambda (character)
-                    (and (< (char-code character) 256)
-                         (sb-fiber-http::value-octet-p (char-code character))))
-                  value))))
+      (and (stringp value) (value-string-p value))))
 
 (defun simple-fields-p (reply)
   "Has REPLY only fields that can be put as they are?"

@@ -52,10 +52,12 @@
 ;;;; what is computed at once
 
 (defun method-keyword (head)
-  (let ((method (head-method head)))
-    ;; A client must not fill the package. To a proxy, "get" is another method.
-    (or (find-symbol method "KEYWORD")
-        (refuse-method method))))
+  (cond ((head-method-is-p head "GET") :get)
+        ((head-method-is-p head "POST") :post)
+        (t (let ((method (head-method head)))
+             ;; A client must not fill the package. To a proxy, "get" is another method.
+             (or (find-symbol method "KEYWORD")
+                 (refuse-method method))))))
 
 (defun refuse-method (method)
   (error 'bad-request :status 501 :reason (format nil "The method ~A is not known." method)))
