@@ -155,7 +155,7 @@ if that is nothing."
         (progn (spend-budget sb-fiber::+budget+)
                (transport-read transport sap n))
         (multiple-value-bind (n errno)
-            (sb-fiber::unix-read-now (connection-fd connection) sap n)
+            (sb-fiber:unix-read-now (connection-fd connection) sap n)
           (if (eql errno sb-unix:ewouldblock) (values nil :input) (values n errno))))))
 
 (defun check-outcome (connection n reason)
@@ -306,7 +306,7 @@ or any time if that is NIL. Signals TIMED-OUT and CONNECTION-LOST."
           (spend-budget sb-fiber::+call-cost+ sb-fiber::+budget+)
           (transport-write transport (sb-sys:sap+ (sb-sys:vector-sap octets) start) (- end start)))
         (multiple-value-bind (n errno)
-            (sb-fiber::unix-write-now (connection-fd connection) octets start (- end start))
+            (sb-fiber:unix-write-now (connection-fd connection) octets start (- end start))
           (if (eql errno sb-unix:ewouldblock) (values nil :output) (values n errno))))))
 
 (defun note-sent (connection n reason deadline)
@@ -321,6 +321,30 @@ or any time if that is NIL. Signals TIMED-OUT and CONNECTION-LOST."
   (declare (type octets octets) (type index start end))
   (multiple-value-bind (n reason) (write-now connection octets start end)
     (note-sent connection n reason deadline)))
+
+;;; Transports have their own way to send. Where this cannot park the call would wait.
+(defun try-to-send-both (connection first n second end)
+  "Send what can be sent now of N octets of FIRST, and of SECOND up to END, by one call. Return how
+many octets have gone."
+  (if (or (connection-transport connection) (not (sb-fiber:fiber-can-park-p)))
+      0
+      (let ((parts (make-array 4 :element-type 'sb-ext:word)))
+        (declare (dynamic-extent parts))
+        (sb-sys:with-pinned-objects (first second parts)
+          (flet ((address (octets) (sb-sys:sap-int (sb-sys:vector-sap (the octets octets)))))
+            (setf (aref parts 0) (address first)
+                  (aref parts 1) n
+                  (aref parts 2) (address second)
+                  (aref parts 3) end))
+          (multiple-value-bind (n errno)
+              (sb-fiber:unix-writev-now (connection-fd connection) (sb-sys:vector-sap parts) 2)
+            (note-sent connection n (if (eql errno sb-unix:ewouldblock) nil errno) nil))))))
+
+(defun send-both (connection first n second end seconds)
+  "Send N octets of FIRST, and then SECOND up to END, as SEND-OCTETS does, by one call if it can."
+  (let ((sent (try-to-send-both connection first n second (min end +piece-size+))))
+    (send-octets connection first (min sent n) n seconds)
+    (send-octets connection second (max 0 (- sent n)) end seconds)))
 
 ;;;; closing
 

@@ -9,8 +9,8 @@
 
 (in-package "SB-FIBER-HTTP")
 
-;;; Head and body of a reply are put into one vector, and sent by one system call. A large body is
-;;; sent by itself: copying it would cost more than a call.
+;;; Head and body of a reply are sent by one system call. They are put into one vector for it, but
+;;; for a large body, which is named in the call: copying it would cost more than that.
 
 (defconstant +largest-copied-body+ 16384)
 
@@ -202,10 +202,10 @@ does not expect that the connection is kept."
 (defun send-output (connection output body sent seconds)
   "Send what has been put into OUTPUT, a head, and then SENT octets of BODY. The client must take
 them as SEND-OCTETS says."
-  (let ((copied-p (<= sent +largest-copied-body+)))
-    (when copied-p (put-octets output body 0 sent))
-    (send-octets connection (output-octets output) 0 (output-fill output) seconds)
-    (unless copied-p (send-octets connection body 0 sent seconds))))
+  (cond ((<= sent +largest-copied-body+)
+         (put-octets output body 0 sent)
+         (send-octets connection (output-octets output) 0 (output-fill output) seconds))
+        (t (send-both connection (output-octets output) (output-fill output) body sent seconds))))
 
 (defmacro with-output ((output) &body body)
   "Execute BODY with OUTPUT bound to an OUTPUT that is empty."

@@ -66,6 +66,20 @@ int64_t fiber_write_now(int fd, void* buffer, uint64_t n)
     return count < 0 ? -errno : count;
 }
 
+/* The same for N parts, one behind the other. */
+int64_t fiber_send_parts_now(int fd, struct iovec* parts, uint64_t n)
+{
+    struct msghdr message = { .msg_iov = parts, .msg_iovlen = n };
+    int64_t count = sendmsg(fd, &message, MSG_DONTWAIT|MSG_NOSIGNAL);
+    return count < 0 ? -errno : count;
+}
+
+int64_t fiber_write_parts_now(int fd, struct iovec* parts, uint64_t n)
+{
+    int64_t count = pwritev2(fd, parts, n, -1, RWF_NOWAIT);
+    return count < 0 ? -errno : count;
+}
+
 int64_t fiber_plain_read(int fd, void* buffer, uint64_t n)
 {
     int64_t count;
@@ -91,6 +105,19 @@ int64_t fiber_polled_write(int fd, char* buffer, uint64_t n)
         done += count;
     }
     return done || !n ? (int64_t)done : -EAGAIN;
+}
+
+int64_t fiber_plain_write_parts(int fd, struct iovec* parts, uint64_t n)
+{
+    int64_t count;
+    while ((count = writev(fd, parts, n)) < 0 && errno == EINTR) {}
+    return count < 0 ? -errno : count;
+}
+
+int64_t fiber_polled_write_parts(int fd, struct iovec* parts, uint64_t n)
+{
+    while (n > 1 && !parts->iov_len) parts++, n--;
+    return n ? fiber_polled_write(fd, parts->iov_base, parts->iov_len) : 0;
 }
 
 /* A number that tells the open file FD from others, of 61 bits; 0 if there is none. */

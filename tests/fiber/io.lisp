@@ -389,7 +389,7 @@
                                        (let ((buffer (octets 1)))
                                          (loop with sum = 0
                                                for result = (sb-sys:with-pinned-objects (buffer)
-                                                              (sb-fiber::unix-read-now
+                                                              (sb-fiber:unix-read-now
                                                                in (sb-sys:vector-sap buffer) 1))
                                                do (cond ((null result)
                                                          (sb-sys:wait-until-fd-usable
@@ -402,6 +402,98 @@
           (sb-unix:unix-close out)
           (is (= 3000 (reduce #'+ (join-all readers))))
           (sb-unix:unix-close in))))))
+
+;;;; calls with several pieces of memory
+
+(defun write-parts-now (fd parts)
+  "Write the PARTS, lists of octets and a start, by one call."
+  (let ((words (make-array (* 2 (length parts)) :element-type 'sb-ext:word)))
+    (sb-sys:with-pinned-objects (words)
+      (labels ((pin-and-write (rest i)
+                 (if rest
+                     (destructuring-bind (octets start) (first rest)
+                       (sb-sys:with-pinned-objects (octets)
+                         (setf (aref words i)
+                               (+ start (sb-sys:sap-int (sb-sys:vector-sap octets)))
+                               (aref words (1+ i)) (- (length octets) start))
+                         (pin-and-write (rest rest) (+ i 2))))
+                     (sb-fiber:unix-writev-now fd (sb-sys:vector-sap words) (length parts)))))
+        (pin-and-write parts 0)))))
+
+(defun parts-after (n parts)
+  "What is left of PARTS once N octets are written."
+  (loop for ((octets start) . rest) on parts
+        for size = (- (length octets) start)
+        when (< n size) return (cons (list octets (+ start n)) rest)
+        do (decf n size)))
+
+(defun write-parts (fd &rest vectors)
+  "Write VECTORS to FD. Return how many calls would have waited."
+  (loop with parts = (mapcar (lambda (octets) (list octets 0)) vectors)
+        with refused = 0
+        while parts
+        do (multiple-value-bind (n errno) (write-parts-now fd parts)
+             (cond (n (setf parts (parts-after n parts)))
+                   ((/= errno sb-unix:ewouldblock) (return errno))
+                   (t (incf refused)
+                      (sb-sys:wait-until-fd-usable fd :output nil nil))))
+        finally (return refused)))
+
+(defun octets-of (fd n)
+  "The next N octets of FD."
+  (let ((octets (make-array n :element-type '(unsigned-byte 8)))
+        (stream (sb-sys:make-fd-stream fd :input t :element-type '(unsigned-byte 8))))
+    (read-sequence octets stream)
+    octets))
+
+(defun in-one-vector (&rest vectors)
+  (apply #'concatenate '(simple-array (unsigned-byte 8) (*)) vectors))
+
+(defun check-parts (group in out)
+  "Write to OUT by parts, while the other end, IN, is read by a fiber that begins late."
+  (let* ((vectors (list (octets 100000) (octets 0) (octets 200000 1) (octets 3 2)))
+         (writer (spawn (group) (apply #'write-parts out vectors)))
+         (reader (spawn (group)
+                   (wait-until-parked writer)
+                   (octets-of in 300003))))
+    (is (plusp (join-fiber writer)))
+    (is (equalp (apply #'in-one-vector vectors) (join-fiber reader)))))
+
+(test parts-of-memory-are-written-by-one-call
+  (on-carriers (n)
+    (with-group (group n)
+      (dolist (opener (list #'sb-unix:unix-pipe #'socket-pair))
+        (multiple-value-bind (in out) (funcall opener)
+          (check-parts group in out)
+          (sb-unix:unix-close in)
+          (sb-unix:unix-close out)))
+      (with-named-pipe (path)
+        (let ((in (sb-posix:open path (logior sb-posix:o-rdonly sb-posix:o-nonblock)))
+              (out (sb-posix:open path sb-posix:o-wronly)))
+          (sb-posix:fcntl in sb-posix:f-setfl 0)
+          (check-parts group in out)
+          (sb-unix:unix-close in)
+          (sb-unix:unix-close out))))))
+
+(defun parts-in-a-file ()
+  "What WRITE-PARTS has written to a file."
+  (let ((path (temporary-path "parts")))
+    (with-open-file (stream path :direction :io :element-type '(unsigned-byte 8))
+      (delete-file path)
+      (write-parts (sb-sys:fd-stream-fd stream) (octets 5) (octets 0) (octets 7))
+      (file-position stream 0)
+      (octets-of (sb-sys:fd-stream-fd stream) 12))))
+
+(test parts-of-a-file
+  (with-group (group 1)
+    (let ((expected (in-one-vector (octets 5) (octets 7))))
+      (is (equalp expected (join-fiber (spawn (group) (parts-in-a-file)))))
+      (is (equalp expected (parts-in-a-file))))))
+
+(test parts-for-a-closed-descriptor
+  (with-group (group 1)
+    (is (eql sb-unix:ebadf
+             (join-fiber (spawn (group) (write-parts 1000000 (octets 1) (octets 1))))))))
 
 ;;; Prevents: a table that refers to what is in an arena, which is used again.
 (test descriptors-closed-in-an-arena

@@ -330,7 +330,7 @@ before."
       (is (eql sb-unix:ewouldblock
                (in-fiber ()
                  (sb-sys:with-pinned-objects (octets)
-                   (nth-value 1 (sb-fiber::unix-read-now in (sb-sys:vector-sap octets) 1))))))
+                   (nth-value 1 (sb-fiber:unix-read-now in (sb-sys:vector-sap octets) 1))))))
       (close-for-real in)
       (sb-fiber::note-closed in mark)
       (is (null (sb-fiber::fd-cell-kind (sb-fiber::find-fd-cell in nil)))))

@@ -16,7 +16,7 @@
 ;;; wait; if it would, the fiber parks until the descriptor is ready and tries again.
 ;;;
 ;;; What cannot wait differs from file to file, and is kept in the descriptor's cell:
-;;;   :SOCKET  recv(2), send(2) with MSG_DONTWAIT
+;;;   :SOCKET  recv(2), send(2), sendmsg(2) with MSG_DONTWAIT
 ;;;   :PIPE    preadv2(2), pwritev2(2) with RWF_NOWAIT
 ;;;   :POLL    poll(2) before the call: terminals and other devices, named pipes, and all pipes
 ;;;            before Linux 6.4. A pipe that is ready for output has room for PIPE_BUF bytes, so
@@ -29,7 +29,7 @@
 ;;; connection perhaps. So an operation notes the file at its start (NOTE-FILE), and compares
 ;;; (SAME-FILE-P) after every yield or park and before each call; if it is another file, the
 ;;; operation fails. These keep a number across a park, or a yield in SPEND-BUDGET:
-;;;   UNIX-READ-NOW, UNIX-WRITE-NOW    which fail with EBADF
+;;;   UNIX-READ-NOW, WRITING-NOW       which fail with EBADF
 ;;;   PARK-ON-FILE                     which signals DESCRIPTOR-CLOSED, as all that call it do,
 ;;;                                    wherever they park: PARK-ON-FD, POLL-IN-FIBER,
 ;;;                                    PARK-FOR-SET
@@ -195,7 +195,12 @@ for that: the other end may be some fiber of this very carrier."
   (def %write-now "fiber_write_now")
   (def %plain-read "fiber_plain_read" with-interruptible-system-call)
   (def %plain-write "fiber_plain_write" with-interruptible-system-call)
-  (def %polled-write "fiber_polled_write"))
+  (def %polled-write "fiber_polled_write")
+  ;; SAP is that of N parts, each a struct iovec.
+  (def %send-parts-now "fiber_send_parts_now")
+  (def %write-parts-now "fiber_write_parts_now")
+  (def %plain-write-parts "fiber_plain_write_parts" with-interruptible-system-call)
+  (def %polled-write-parts "fiber_polled_write_parts"))
 
 (defun kind-of-fd (fd)
   (case (sb-unix:fd-type fd)
@@ -250,8 +255,11 @@ for that: the other end may be some fiber of this very carrier."
       (values result 0)))
 
 (defun unix-read-now (fd sap n)
-  "UNIX-READ, but in a fiber it fails with EWOULDBLOCK instead of waiting, and with EBADF if FD is
-closed while the fiber yields."
+  "Read at most N bytes from the file descriptor FD to memory at SAP, a SYSTEM-AREA-POINTER. Return
+the number of bytes read, which is 0 at the end of the file, or NIL and an errno. In a fiber that
+can park this does not wait, but fails with SB-UNIX:EWOULDBLOCK; it may yield before it reads, and
+fails with SB-UNIX:EBADF if FD is closed by others meanwhile. See SB-SYS:WAIT-UNTIL-FD-USABLE for
+waiting. Elsewhere it waits as read(2) does."
   (if (parkable-fd-p fd)
       (within-budget-on-file (cell file fd +budget+)
         (if (same-file-p cell file)
@@ -266,22 +274,31 @@ closed while the fiber yields."
                 :poll (if (poll-now fd +input+) (%plain-read fd sap n) (- sb-unix:ewouldblock))
                 :plain (%plain-read fd sap n)))
 
+;;; A response of several pieces is not torn apart for the sake of a budget.
+(defmacro writing-now ((cell fd) in-fiber &body elsewhere)
+  "The values of IN-FIBER, a count or minus an errno, as UNIX-WRITE-NOW returns them, where the
+running fiber can park; or else those of ELSEWHERE."
+  (with-unique-names (file)
+    `(if (parkable-fd-p ,fd)
+         (within-budget-on-file (,cell ,file ,fd +call-cost+ +budget+)
+           (if (same-file-p ,cell ,file)
+               (count-or-errno ,in-fiber)
+               (values nil sb-unix:ebadf)))
+         (progn (note-native-call ,fd :output) ,@elsewhere))))
+
 (defun unix-write-now (fd buffer offset n)
-  "UNIX-WRITE, but in a fiber it fails with EWOULDBLOCK instead of waiting, and with EBADF if FD is
-closed while the fiber yields."
-  (if (parkable-fd-p fd)
-      ;; A response of several pieces is not torn apart for the sake of a budget.
-      (within-budget-on-file (cell file fd +call-cost+ +budget+)
-        (if (same-file-p cell file)
-            (with-pinned-objects (buffer)
-              (count-or-errno
-               (write-by-kind cell fd
-                              (sap+ (if (system-area-pointer-p buffer) buffer (vector-sap buffer))
-                                    offset)
-                              n)))
-            (values nil sb-unix:ebadf)))
-      (progn (note-native-call fd :output)
-             (sb-unix:unix-write fd buffer offset n))))
+  "Write at most N bytes of BUFFER, an octet vector or a SYSTEM-AREA-POINTER, from OFFSET on to the
+file descriptor FD. Return the number of bytes written, or NIL and an errno. In a fiber that can
+park this does not wait, but fails with SB-UNIX:EWOULDBLOCK; it may yield before it writes, and
+fails with SB-UNIX:EBADF if FD is closed by others meanwhile. See SB-SYS:WAIT-UNTIL-FD-USABLE for
+waiting. Elsewhere it waits as write(2) does."
+  (writing-now (cell fd)
+      (with-pinned-objects (buffer)
+        (write-by-kind cell fd
+                       (sap+ (if (system-area-pointer-p buffer) buffer (vector-sap buffer))
+                             offset)
+                       n))
+    (sb-unix:unix-write fd buffer offset n)))
 
 (defun write-by-kind (cell fd sap n)
   (call-by-kind cell
@@ -289,6 +306,22 @@ closed while the fiber yields."
                 :pipe (%write-now fd sap n)
                 :poll (%polled-write fd sap n)
                 :plain (%plain-write fd sap n)))
+
+(defun unix-writev-now (fd parts n)
+  "As UNIX-WRITE-NOW, but write N pieces of memory one behind the other by one system call. PARTS, a
+SYSTEM-AREA-POINTER, is the place of N structures iovec, of two words each: the address of a piece,
+and how many bytes it has. The pieces, and PARTS, must not be moved meanwhile, see
+SB-SYS:WITH-PINNED-OBJECTS."
+  (writing-now (cell fd)
+      (write-parts-by-kind cell fd parts n)
+    (count-or-errno (%plain-write-parts fd parts n))))
+
+(defun write-parts-by-kind (cell fd parts n)
+  (call-by-kind cell
+                :socket (%send-parts-now fd parts n)
+                :pipe (%write-parts-now fd parts n)
+                :poll (%polled-write-parts fd parts n)
+                :plain (%plain-write-parts fd parts n)))
 
 ;;;; closing
 
