@@ -282,7 +282,7 @@ DEFAULT and TIMEOUT."
   (apply #'fiber-join fiber options))
 
 (defun wait-for-end (fiber timeout)
-  (wait-while-equal fiber (fiber-ended-address fiber) 0 timeout))
+  (wait-while-equal fiber (fiber-flags-address fiber) 0 timeout))
 
 (defun wait-while-equal (object address value timeout)
   "Wait until the word at ADDRESS, in the pinned OBJECT, is not VALUE. Return false if TIMEOUT
@@ -338,7 +338,7 @@ where the fiber cannot park, and in a thread that runs none."
                               carrier~].~:@>" *current-thread* (in-fiber-p)))
   (let ((fiber (truly-the fiber *current-thread*)))
     (until-time-limit (limit timeout)
-      (when (= (cas (fiber-user-permit fiber) 1 0) 1) (return t))
+      (when (clear-fiber-flag fiber +user-permit+) (return t))
       (without-interruptions ; also for no time: a fiber that polls lets others run
         (park (if (typep reason '(or function instance)) (make-user-reason reason) reason) limit))
       (see-interruptions fiber))))
@@ -350,7 +350,7 @@ there. May be called from any thread or fiber. Several calls before FIBER return
 as one."
   (ensure-waking-room 3072)
   (without-interruptions ; unwound in between, it would leave FIBER asleep
-    (setf (fiber-user-permit fiber) 1)
+    (set-fiber-flag fiber +user-permit+)
     (barrier (:memory))
     (unpark fiber)))
 

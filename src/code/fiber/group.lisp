@@ -225,7 +225,7 @@ before all can be found. Those of the groups AGAIN may have been aborted before.
   "Let FIBERS end, but those that have been aborted before, if they are of no group of AGAIN. With
 interrupts off."
   (flet ((abort-p (fiber)
-           (and (or (null (cas (fiber-aborted fiber) nil t))
+           (and (or (set-fiber-flag fiber +aborted+)
                     (memq (fiber-group fiber) again))
                 (queue-interruption fiber #'sb-thread:abort-thread))))
     (mapc #'notify-of-interruption (remove-if-not #'abort-p fibers))))

@@ -11,7 +11,7 @@
 
 (in-package "SB-FIBER")
 
-(define-structure-slot-addressor fiber-ended-address :structure fiber :slot ended)
+(define-structure-slot-addressor fiber-flags-address :structure fiber :slot flags)
 
 ;;; The catch tags are those of a thread, see RUN in target-thread.lisp; 'FIBER-LOST is where
 ;;; a fiber without any stack left is cut back to.
@@ -59,8 +59,9 @@
                       #'sb-di::catch-runaway-unwind))))))))))
 
 (defun call-with-initial-bindings (fiber)
-  (let ((function (the function (shiftf (fiber-function fiber) nil)))
-        (bindings (shiftf (fiber-initial-bindings fiber) nil)))
+  (let ((function (the function (fiber-function fiber)))
+        (bindings (fiber-initial-bindings fiber)))
+    (setf (fiber-start fiber) nil)
     (see-interruptions fiber)
     (if bindings
         (progv (mapcar #'car bindings) (mapcar #'cdr bindings)
@@ -79,8 +80,7 @@
     (bug "A fiber was resumed after its end.")))
 
 (defun declare-dead (fiber)
-  (setf (fiber-function fiber) nil
-        (fiber-initial-bindings fiber) nil
+  (setf (fiber-start fiber) nil
         (fiber-interruptions fiber) nil
         (sb-thread::thread-waiting-for fiber) nil)
   (forget-surroundings fiber)
@@ -89,9 +89,9 @@
   (setf (fiber-interruptions fiber) nil) ; some may have come before that
   ;; A thread that has joined it must not find it among the living.
   (unless (= (fiber-context fiber) 0) (retire-index fiber))
-  (setf (fiber-ended fiber) 1)
+  (set-fiber-flag fiber +ended+)
   (with-pinned-objects (fiber)
-    (wake-on-word (fiber-ended-address fiber) (ash 1 29))))
+    (wake-on-word (fiber-flags-address fiber) (ash 1 29))))
 
 ;;; So a program that keeps a fiber that has ended, for its values, keeps nothing else. Other
 ;;; threads may look at FIBER still: they must not count on its having a group.

@@ -22,8 +22,11 @@
 ;;;  - STORAGE-LOCK is one for all fibers.
 (sb-xc:defstruct (fiber (:include sb-thread:thread)
                         (:copier nil)
-                        (:constructor %make-fiber (%name storage-lock function stack-size
-                                                   initial-bindings)))
+                        (:constructor %make-fiber
+                            (%name storage-lock function stack-size initial-bindings
+                             &aux (start (if initial-bindings
+                                             (cons function initial-bindings)
+                                             function)))))
   "A thread of control that carrier threads run in turn, a subtype of SB-THREAD:THREAD. Made by
 MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   ;; What happens next in the life of the fiber; changed by compare-and-swap only.
@@ -31,11 +34,11 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   (phase 0 :type sb-vm:word)
   ;; The address of its FIBER-CONTEXT, from its submission until its stack is free.
   (context 0 :type sb-vm:word)
-  ;; 1 once it has ended
-  (ended 0 :type sb-vm:word)
-  (function nil :type (or null function))
+  ;; The sum of some flags, see below; changed by compare-and-swap only.
+  (flags 0 :type sb-vm:word)
+  ;; What it begins with, until it does: see FIBER-FUNCTION.
+  (start nil :type (or function list))
   (stack-size 0 :type sb-vm:word :read-only t)
-  (initial-bindings nil :type list)
   (group nil)
   ;; The carrier that runs it, or NIL. Written by that carrier.
   (carrier nil)
@@ -44,8 +47,6 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   ;; The carrier that ran it last, if migration is forced.
   (last-carrier nil)
   (pin-count 0 :type fixnum)
-  ;; True once its group, or the fiber that runs it, has asked it to end.
-  (aborted nil)
   ;; What it waits for while it is parked, see WHAT-IT-WAITS-FOR.
   (wait-reason nil)
   ;; The cycle count when it was last left, or a few switches before.
@@ -66,12 +67,47 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   (wait-claim nil)
   ;; How a wait for a descriptor ended, see fiber/waiter-map.lisp.
   (wait-result nil)
-  ;; 1 if FIBER-UNPARK has been called since FIBER-PARK last returned
-  (user-permit 0 :type sb-vm:word)
   ;; The condition that ended it, if it ended abnormally.
   (failure nil))
 
 (declaim (sb-ext:freeze-type fiber sb-thread:thread))
+
+;;; There may be a million of fibers, and each word of one makes collections longer.
+
+#-sb-xc-host
+(progn
+  (declaim (inline fiber-function fiber-initial-bindings))
+  (defun fiber-function (fiber)
+    "What FIBER is to call, or NIL if it has begun."
+    (let ((start (fiber-start fiber)))
+      (if (consp start) (car start) start)))
+  (defun fiber-initial-bindings (fiber)
+    "A list of symbols and values, conses, or NIL if FIBER has begun."
+    (let ((start (fiber-start fiber)))
+      (and (consp start) (cdr start)))))
+
+;;; It has ended. Alone in the half of the word on which those wait that join it.
+(defconstant +ended+ 1)
+;;; FIBER-UNPARK has been called since FIBER-PARK last returned.
+(defconstant +user-permit+ (ash 1 32))
+;;; Its group, or the fiber that runs it, has asked it to end.
+(defconstant +aborted+ (ash 1 33))
+
+#-sb-xc-host
+(progn
+  (declaim (inline set-fiber-flag clear-fiber-flag))
+  (defun set-fiber-flag (fiber flag)
+    "Return false if FLAG of FIBER was set already."
+    (declare (type sb-vm:word flag))
+    (loop (let ((flags (fiber-flags fiber)))
+            (when (logtest flag flags) (return nil))
+            (when (= (cas (fiber-flags fiber) flags (logior flags flag)) flags) (return t)))))
+  (defun clear-fiber-flag (fiber flag)
+    "Return false if FLAG of FIBER was not set."
+    (declare (type sb-vm:word flag))
+    (loop (let ((flags (fiber-flags fiber)))
+            (unless (logtest flag flags) (return nil))
+            (when (= (cas (fiber-flags fiber) flags (logandc2 flags flag)) flags) (return t))))))
 
 ;;; What the running fiber is going to wait for, if that is made of what it then waits for in the
 ;;; parking lot, as a semaphore is made of a condition variable: what was bound first is what its
