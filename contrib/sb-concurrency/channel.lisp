@@ -24,12 +24,16 @@
 ;;; front of all others. A sender whose value was taken has sent it, whatever happens to it then.
 
 (define-condition channel-closed (error)
-  ((channel :initarg :channel :reader channel-closed-channel))
+  ((channel :initarg :channel :reader %channel-closed-channel))
   (:report (lambda (condition stream)
              (format stream "~@<Nothing can be sent to ~S, which is closed.~:@>"
                      (channel-closed-channel condition))))
   (:documentation "The error that SEND signals if its channel is closed, before or while it waits.
 CHANNEL-CLOSED-CHANNEL returns the channel."))
+
+(defun channel-closed-channel (condition)
+  "Return the channel that CONDITION, of type CHANNEL-CLOSED, is about."
+  (%channel-closed-channel condition))
 
 (deftype channel-capacity () '(integer 0 #.(ash 1 32)))
 
@@ -50,9 +54,9 @@ the same order."
 (declaim (freeze-type channel))
 
 (setf (documentation 'channelp 'function)
-      "Return true if the argument is a CHANNEL."
+      "Return true if OBJECT is a CHANNEL."
       (documentation 'channel-name 'function)
-      "The name of a CHANNEL, a string or NIL. SETFable.")
+      "The name of the channel INSTANCE, a string or NIL. SETFable.")
 
 (defun make-channel (&key (capacity 0) name)
   "Return a new channel that keeps up to CAPACITY values, an integer from 0 to 2^32, which were sent
@@ -118,21 +122,21 @@ either. It may be another already."
 ;;; returns :REFUSED. CLAIM tells whether the waiter of NODE is in other lines: then it may have been
 ;;; :CHOSEN there. With interrupts off.
 
-(defmacro transfer ((channel node claim) &body clauses)
+(defmacro transferring ((channel node claim) &body clauses)
   "The outcome of the first of CLAUSES, as of COND, whose test is true, executed under the lock of
-CHANNEL; again if it is :BUSY. CLAUSES may set PARTNER, a node, whose waiter is woken then; T if that
-is claiming."
-  `(let ((partner nil) (self (and ,claim (node-waiter (truly-the node ,node)))))
-     (declare (ignorable self))
-     (let ((outcome
-             (loop (let ((outcome (with-lock ((channel-lock ,channel))
-                                    (setf partner nil)
-                                    (claiming-oneself (,node ,claim)
-                                      (cond ,@clauses)))))
-                     (unless (eq outcome :busy) (return outcome))
-                     (spin-loop-hint)))))
-       (when partner (wake-waiter (node-waiter partner)))
-       outcome)))
+CHANNEL; again if it is :BUSY. CLAUSES may set PARTNER, a node, whose waiter is woken then; or T if
+CLAIMANT is claiming."
+  `(let ((partner nil) (claimant nil) (self (and ,claim (node-waiter (truly-the node ,node)))))
+     (declare (ignorable claimant self))
+     (loop
+       (let ((outcome (with-lock ((channel-lock ,channel))
+                        (setf partner nil)
+                        (claiming-oneself (,node ,claim)
+                          (cond ,@clauses)))))
+         (unless (eq outcome :busy)
+           (when partner (wake-waiter (node-waiter (truly-the node partner))))
+           (return outcome))
+         (await-end-of-claim (truly-the waiter claimant))))))
 
 (defmacro wait-in-line (line node)
   `(cond (,node (append-node ,line (truly-the node ,node))
@@ -142,9 +146,9 @@ is claiming."
 (declaim (ftype (sfunction (channel t (or null node) boolean) symbol) offer))
 (defun offer (channel value node claim)
   "Give VALUE to a receiver, or to the buffer."
-  (transfer (channel node claim)
+  (transferring (channel node claim)
     ((channel-closed-p channel) :closed)
-    ((setf partner (take-partner (channel-receivers channel) self :value value))
+    ((setf partner (take-partner (channel-receivers channel) self claimant :value value))
      (if (eq partner t) :busy :done))
     ((< (channel-count channel) (length (channel-buffer channel)))
      (put-last channel value)
@@ -157,11 +161,11 @@ is claiming."
 (defun accept (channel node claim)
   "Take a value. The second value is that."
   (let ((value nil))
-    (values (transfer (channel node claim)
+    (values (transferring (channel node claim)
               ((channel-returned channel)
                (setf value (take-returned channel))
                :done)
-              ((eq t (setf partner (take-partner (channel-senders channel) self))) :busy)
+              ((eq t (setf partner (take-partner (channel-senders channel) self claimant))) :busy)
               ((plusp (channel-count channel))
                (setf value (take-first channel))
                (when partner (put-last channel (node-value partner)))
@@ -180,8 +184,8 @@ is claiming."
 (defun give-back (channel value)
   "Let VALUE, which was taken from CHANNEL, be the next that is received. With interrupts off."
   (let ((cell (list value)))
-    (transfer (channel nil nil)
-      ((setf partner (take-partner (channel-receivers channel) self :value value))
+    (transferring (channel nil nil)
+      ((setf partner (take-partner (channel-receivers channel) self claimant :value value))
        (if (eq partner t) :busy :done))
       (t (setf (cdr (truly-the cons cell)) (channel-returned channel)
                (channel-returned channel) cell)
@@ -270,9 +274,9 @@ which is unwound while it waits here is received by another."
 
 (defun close-for-one (channel)
   "Wake one that waits in CHANNEL, which is closed. Return false if there is none."
-  (eq :done (transfer (channel nil nil)
-              ((setf partner (or (take-partner (channel-senders channel) self :closing 1)
-                                 (take-partner (channel-receivers channel) self :closing 1)))
+  (eq :done (transferring (channel nil nil)
+              ((setf partner (or (take-partner (channel-senders channel) self claimant :closing 1)
+                                 (take-partner (channel-receivers channel) self claimant :closing 1)))
                (if (eq partner t) :busy :done))
               (t :none))))
 

@@ -147,14 +147,20 @@ or NIL, and the functions for that."
         do (multiple-value-bind (outcome value) (try-branch branch nil nil)
              (unless (eq outcome :refused) (return (values branch outcome value))))))
 
-(defun enter-lines (branches waiter)
-  "Let WAITER wait for all BRANCHES, and return NIL; or, if one can be done meanwhile, return as
-TRY-BRANCHES; or NIL and :CHOSEN."
+(defun make-nodes (branches waiter)
+  "Give each of BRANCHES a node for WAITER."
   (loop for branch across (the simple-vector branches)
         for i of-type index from 0
-        for node = (make-node waiter (transfer-value (branch-transfer branch)) i)
-        do (setf (branch-node branch) node)
-           (multiple-value-bind (outcome value) (try-branch branch node (plusp i))
+        do (setf (branch-node branch)
+                 (make-node waiter (transfer-value (branch-transfer branch)) i))))
+
+;;; From the first entry on nothing is allocated: an error would leave a waiter there that is gone.
+(defun enter-lines (branches)
+  "Enter the nodes of BRANCHES, and return NIL; or, if one can be done meanwhile, return as
+TRY-BRANCHES; or NIL and :CHOSEN."
+  (loop for branch across (the simple-vector branches)
+        for claim = nil then t
+        do (multiple-value-bind (outcome value) (try-branch branch (branch-node branch) claim)
              (case outcome
                (:waiting)
                (:chosen (return (values nil :chosen)))
@@ -189,7 +195,8 @@ after TIMEOUT seconds. With interrupts off."
     (flet ((chosen ()
              (leave-lines branches)
              (chosen-branch branches waiter)))
-      (multiple-value-bind (branch outcome value) (enter-lines branches waiter)
+      (make-nodes branches waiter)
+      (multiple-value-bind (branch outcome value) (enter-lines branches)
         (cond ((null outcome)
                (when (sleeping (waiter operation timeout)
                        :leave (leave-lines branches)

@@ -125,10 +125,10 @@
 (defun choice (node closing)
   (truly-the word (+ +chosen+ (* 2 (node-number node)) closing)))
 
-(defmacro take-partner (line self &key (value nil value-p) (closing 0))
+(defmacro take-partner (line self claimant &key (value nil value-p) (closing 0))
   "Take the first node whose waiter waits, and is not SELF, out of LINE, choose that, and return the
-node; or NIL if there is none; or T if one of those before it is claiming just now. The waiter is
-given VALUE; or told, if CLOSING is 1, that it gets none."
+node; or NIL if there is none; or T if the waiter of one before it, which is stored in CLAIMANT, is
+claiming just now. The waiter is given VALUE; or told, if CLOSING is 1, that it gets none."
   `(let ((next (line-first ,line)))
      (loop
        (when (null next) (return nil))
@@ -140,7 +140,9 @@ given VALUE; or told, if CLOSING is 1, that it gets none."
            ,@(when value-p `((setf (node-value node) ,value)
                              (barrier (:write))))
            (let ((state (cas (waiter-state waiter) +waiting+ (choice node ,closing))))
-             (when (= state +claiming+) (return t))
+             (when (= state +claiming+)
+               (setf ,claimant waiter)
+               (return t))
              (remove-node node)
              (when (= state +waiting+) (return node))))))))
 
@@ -157,6 +159,11 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
                outcome)
              :chosen))
        (progn ,@body)))
+
+(defun await-end-of-claim (waiter)
+  "Wait until WAITER is not claiming. The caller is not, and has no lock."
+  (loop while (= (waiter-state waiter) +claiming+)
+        do (spin-loop-hint)))
 
 (declaim (inline withdraw))
 (defun withdraw (waiter)
