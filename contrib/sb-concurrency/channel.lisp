@@ -65,7 +65,8 @@ value. NAME is a string designator, or NIL, to be shown where the channel is pri
   (unless (typep capacity 'channel-capacity)
     (error 'simple-type-error
            :datum capacity :expected-type 'channel-capacity
-           :format-control "~@<The CAPACITY of a channel must be an integer from 0 to 2^32, not ~S.~:@>"
+           :format-control "~@<The CAPACITY of a channel must be an integer from 0 to 2^32, not ~
+                            ~S.~:@>"
            :format-arguments (list capacity)))
   (%make-channel (and name (coerce (string name) 'simple-string))
                  (make-array capacity :initial-element 0)
@@ -119,8 +120,8 @@ either. It may be another already."
 
 ;;; Each of these has done its part when it returns :DONE, or has found that CHANNEL is :CLOSED. If
 ;;; it must wait, it has entered NODE in the line for that, and returns :WAITING; without a NODE it
-;;; returns :REFUSED. CLAIM tells whether the waiter of NODE is in other lines: then it may have been
-;;; :CHOSEN there. With interrupts off.
+;;; returns :REFUSED. CLAIM tells whether the waiter of NODE is in other lines: then it may have
+;;; been :CHOSEN there. With interrupts off.
 
 (defmacro transferring ((channel node claim) &body clauses)
   "The outcome of the first of CLAUSES, as of COND, whose test is true, executed under the lock of
@@ -233,14 +234,15 @@ after TIMEOUT seconds. If this is unwound when it was chosen for a transfer, UND
   (unless (typep timeout '(or null (real 0)))
     (error 'simple-type-error
            :datum timeout :expected-type '(or null (real 0))
-           :format-control "~@<A TIMEOUT is a number of seconds that is not negative, or NIL: not ~S.~:@>"
+           :format-control "~@<A TIMEOUT is a number of seconds that is not negative, or NIL: not ~
+                            ~S.~:@>"
            :format-arguments (list timeout))))
 
 (defun send (channel value &key timeout (wait-p t))
   "Send VALUE to CHANNEL, and return true: when another thread or fiber has received it or, if there
 is room, at once. Return NIL if TIMEOUT seconds, a non-negative real, are over before; or, if WAIT-P
-is false, if this would have to wait. Signals CHANNEL-CLOSED if CHANNEL is closed, or is closed while
-this waits, and SB-SYS:DEADLINE-TIMEOUT."
+is false, if this would have to wait. Signals CHANNEL-CLOSED if CHANNEL is closed, or is closed
+while this waits, and SB-SYS:DEADLINE-TIMEOUT."
   (declare (channel channel))
   (check-timeout timeout)
   (let ((outcome (with-room-to-wake
@@ -255,9 +257,9 @@ this waits, and SB-SYS:DEADLINE-TIMEOUT."
 
 (defun receive (channel &key timeout (wait-p t))
   "Receive and return a value of CHANNEL, the one that was sent first, and true; wait until there is
-one. Return NIL, NIL and a reason, if there is none: :CLOSED if CHANNEL is closed and nothing is left
-in it; :TIMEOUT if TIMEOUT seconds, a non-negative real, are over, or if WAIT-P is false and this
-would have to wait. Signals SB-SYS:DEADLINE-TIMEOUT. A value that was given to a thread or fiber
+one. Return NIL, NIL and a reason, if there is none: :CLOSED if CHANNEL is closed and nothing is
+left in it; :TIMEOUT if TIMEOUT seconds, a non-negative real, are over, or if WAIT-P is false and
+this would have to wait. Signals SB-SYS:DEADLINE-TIMEOUT. A value that was given to a thread or fiber
 which is unwound while it waits here is received by another."
   (declare (channel channel))
   (check-timeout timeout)
@@ -275,15 +277,17 @@ which is unwound while it waits here is received by another."
 (defun close-for-one (channel)
   "Wake one that waits in CHANNEL, which is closed. Return false if there is none."
   (eq :done (transferring (channel nil nil)
-              ((setf partner (or (take-partner (channel-senders channel) self claimant :closing 1)
-                                 (take-partner (channel-receivers channel) self claimant :closing 1)))
+              ((setf partner (or (take-partner (channel-senders channel) self claimant
+                                               :closing 1)
+                                 (take-partner (channel-receivers channel) self claimant
+                                               :closing 1)))
                (if (eq partner t) :busy :done))
               (t :none))))
 
 (defun close-channel (channel)
   "Close CHANNEL: nothing can be sent any more, and what was sent before can be received. Those that
-wait are woken: SEND signals CHANNEL-CLOSED, RECEIVE returns :CLOSED. Return true if CHANNEL was open
-before."
+wait are woken: SEND signals CHANNEL-CLOSED, RECEIVE returns :CLOSED. Return true if CHANNEL was
+open before."
   (declare (channel channel))
   (with-room-to-wake
     (prog1 (with-lock ((channel-lock channel))

@@ -17,8 +17,9 @@
 ;;; a macro on top.
 ;;;
 ;;; To perform one of several, first each is tried, in random order, so that none is preferred. If
-;;; none can be done there is a node for each in its line, with the same waiter: see waiter.lisp. What
-;;; becomes ready between the trial and the entry is found under the lock where the node is entered.
+;;; none can be done there is a node for each in its line, with the same waiter: see waiter.lisp.
+;;; What becomes ready between the trial and the entry is found under the lock where the node is
+;;; entered.
 
 (defstruct (operation (:constructor nil) (:copier nil))
   "What can be performed, by PERFORM, alone or as one of several.")
@@ -60,8 +61,8 @@
   (make-pause seconds))
 
 (defun choose (&rest operations)
-  "Return the operation that performs one of OPERATIONS, the first that can be; if several can be, any
-of them. With no OPERATIONS it waits for ever."
+  "Return the operation that performs one of OPERATIONS, the first that can be; if several can be,
+any of them. With no OPERATIONS it waits for ever."
   (dolist (operation operations) (check-type operation operation))
   (make-alternative operations))
 
@@ -83,7 +84,7 @@ the values of that."
 (defconstant +most-branches+ 65536)     ; the numbers of nodes
 
 (defun map-leaves (function operation)
-  "Call FUNCTION with each transfer and pause of OPERATION, and the functions that it is wrapped in."
+  "Call FUNCTION with each transfer and pause of OPERATION, and what that is wrapped in, a list."
   (labels ((walk (operation functions)
              (etypecase operation
                (wrapping (walk (wrapping-operation operation)
@@ -189,8 +190,8 @@ TRY-BRANCHES; or NIL and :CHOSEN."
         (give-back (transfer-channel transfer) value)))))
 
 (defun wait-for-branch (operation branches timeout)
-  "Wait until one of BRANCHES, those of OPERATION, can be done; return what CHOSEN-BRANCH does, or NIL
-after TIMEOUT seconds. With interrupts off."
+  "Wait until one of BRANCHES, those of OPERATION, can be done; return what CHOSEN-BRANCH does, or
+NIL after TIMEOUT seconds. With interrupts off."
   (let ((waiter (make-own-waiter)))
     (flet ((chosen ()
              (leave-lines branches)

@@ -42,8 +42,8 @@
   `(wrap ,(select-operation-form (first clause)) ,(clause-function clause)))
 
 (defmacro select (&rest clauses)
-  "Wait until one of several things can be done, do it, execute the forms that go with it, and return
-their values. Each of CLAUSES is
+  "Wait until one of several things can be done, do it, execute the forms that go with it, and
+return their values. Each of CLAUSES is
 
   (OPERATION (VARIABLE...) FORM...)
 
@@ -54,13 +54,14 @@ where OPERATION is one of
   (:TIMEOUT seconds)    which can be done after SECONDS, and gives NIL
   any other form        whose value is an operation, see PERFORM
 
-The VARIABLEs are bound to the values that it gives while the FORMs are executed. Forms in OPERATIONs
-are evaluated first, in order. If several things can be done, any of them is. One of CLAUSES may be
+The VARIABLEs are bound to the values that it gives while the FORMs are executed. Forms in
+OPERATIONs are evaluated first, in order. If several things can be done, any of them is. One of
+CLAUSES may be
 
   (:DEFAULT () FORM...)
 
-which is taken if no other can be done at once. Signals CHANNEL-CLOSED if a channel to which something
-was to be sent is closed, and SB-SYS:DEADLINE-TIMEOUT."
+which is taken if no other can be done at once. Signals CHANNEL-CLOSED if a channel to which
+something was to be sent is closed, and SB-SYS:DEADLINE-TIMEOUT."
   (mapc #'check-clause clauses)
   (let* ((default (find :default clauses :key #'first))
          (operation `(choose ,@(mapcar #'clause-operation (remove default clauses)))))

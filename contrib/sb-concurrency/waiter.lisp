@@ -20,8 +20,9 @@
 ;;;     +WAITING+ -> chosen          TAKE-PARTNER         who serves it, under the lock of the line
 ;;;     +WAITING+ -> +WITHDRAWN+     WITHDRAW             the waiter: time-out, unwinding
 ;;;
-;;; Chosen is +CHOSEN+ and more: twice the number of the node is added, and 1 if its line is no more.
-;;; A waiter is claiming for some instructions only, under a lock, and takes no other lock meanwhile.
+;;; Chosen is +CHOSEN+ and more: twice the number of the node is added, and 1 if its line is no
+;;; more. A waiter is claiming for some instructions only, under a lock, and takes no other lock
+;;; meanwhile.
 ;;;
 ;;; What is true when nobody is inside:
 ;;;  - a line is guarded by the lock of what it is a line of;
