@@ -259,8 +259,8 @@ while this waits, and SB-SYS:DEADLINE-TIMEOUT."
   "Receive and return a value of CHANNEL, the one that was sent first, and true; wait until there is
 one. Return NIL, NIL and a reason, if there is none: :CLOSED if CHANNEL is closed and nothing is
 left in it; :TIMEOUT if TIMEOUT seconds, a non-negative real, are over, or if WAIT-P is false and
-this would have to wait. Signals SB-SYS:DEADLINE-TIMEOUT. A value that was given to a thread or fiber
-which is unwound while it waits here is received by another."
+this would have to wait. Signals SB-SYS:DEADLINE-TIMEOUT. A value that was given to a thread or
+fiber which is unwound while it waits here is received by another."
   (declare (channel channel))
   (check-timeout timeout)
   (multiple-value-bind (outcome value)

@@ -12,9 +12,9 @@
 ;;; The functions whose orders are tried are not written again here, they are read from src/code
 ;;; and sb-concurrency: into the package STEPS, in which all symbols are those that SB-FIBER has, or
 ;;; else SB-CONCURRENCY, but for the accessors of shared slots, the operations on memory, and the
-;;; functions so read. So a change of the source is a change of what is tested. A function that is not named below is called
-;;; as it is, in one step, and sees the runtime that runs the explorer: if a new one is made out of
-;;; such a path, it is to be named here. A test says which are missing.
+;;; functions so read. So a change of the source is a change of what is tested. A function that is
+;;; not named below is called as it is, in one step, and sees the runtime that runs the explorer: if
+;;; a new one is made out of such a path, it is to be named here. A test says which are missing.
 ;;;
 ;;; A planted bug is a form of such a function that is replaced by another; a test that
 ;;; plants a form that is not there fails.
