@@ -177,10 +177,26 @@ CLAIMANT is claiming."
               (t (wait-in-line (channel-receivers channel) node)))
             value)))
 
+(declaim (inline offer-likely-p accept-likely-p))
+(defun offer-likely-p (channel)
+  "Could OFFER do its part now, as far as can be seen without the lock?"
+  (or (< (channel-count channel) (length (channel-buffer channel)))
+      (line-first (channel-receivers channel))
+      (channel-closed-p channel)))
+
+(defun accept-likely-p (channel)
+  "Could ACCEPT do its part now, as far as can be seen without the lock?"
+  (or (plusp (channel-count channel))
+      (line-first (channel-senders channel))
+      (channel-returned channel)
+      (channel-closed-p channel)))
+
+;;; Who has taken NODE out of its line does not put it into another.
 (defun leave-line (channel node)
-  (with-lock ((channel-lock channel))
-    (remove-node node)
-    nil))
+  (when (node-line node)
+    (with-lock ((channel-lock channel))
+      (remove-node node)
+      nil)))
 
 (defun give-back (channel value)
   "Let VALUE, which was taken from CHANNEL, be the next that is received. With interrupts off."
@@ -230,7 +246,17 @@ after TIMEOUT seconds. If this is unwound when it was chosen for a transfer, UND
      #+sb-fiber (sb-fiber::ensure-waking-room 6144)
      (without-interrupts (allow-with-interrupts ,@body))))
 
+;;; As above, for what does not wait, and so need not turn them on.
+(defmacro at-once (&body body)
+  `(progn
+     #+sb-fiber (sb-fiber::ensure-waking-room 6144)
+     (#+sb-fiber sb-fiber::without-interruptions #-sb-fiber without-interrupts ,@body)))
+
+(declaim (inline check-timeout))
 (defun check-timeout (timeout)
+  (when timeout (%check-timeout timeout)))
+
+(defun %check-timeout (timeout)
   (unless (typep timeout '(or null (real 0)))
     (error 'simple-type-error
            :datum timeout :expected-type '(or null (real 0))
@@ -245,11 +271,11 @@ is false, if this would have to wait. Signals CHANNEL-CLOSED if CHANNEL is close
 while this waits, and SB-SYS:DEADLINE-TIMEOUT."
   (declare (channel channel))
   (check-timeout timeout)
-  (let ((outcome (with-room-to-wake
-                   (let ((outcome (offer channel value nil nil)))
-                     (if (and (eq outcome :refused) wait-p)
-                         (offer-and-wait channel value timeout)
-                         outcome)))))
+  (let ((outcome (if (offer-likely-p channel)
+                     (at-once (offer channel value nil nil))
+                     :refused)))
+    (when (and (eq outcome :refused) wait-p)
+      (setf outcome (with-room-to-wake (offer-and-wait channel value timeout))))
     (case outcome
       (:done t)
       (:closed (error 'channel-closed :channel channel))
@@ -264,11 +290,11 @@ fiber which is unwound while it waits here is received by another."
   (declare (channel channel))
   (check-timeout timeout)
   (multiple-value-bind (outcome value)
-      (with-room-to-wake
-        (multiple-value-bind (outcome value) (accept channel nil nil)
-          (if (and (eq outcome :refused) wait-p)
-              (accept-and-wait channel timeout)
-              (values outcome value))))
+      (if (accept-likely-p channel)
+          (at-once (accept channel nil nil))
+          (values :refused nil))
+    (when (and (eq outcome :refused) wait-p)
+      (setf (values outcome value) (with-room-to-wake (accept-and-wait channel timeout))))
     (case outcome
       (:done (values value t))
       (:closed (values nil nil :closed))

@@ -142,11 +142,19 @@ or NIL, and the functions for that."
         (offer channel (transfer-value transfer) node claim)
         (accept channel node claim))))
 
+(defun likely-p (branch)
+  "Could BRANCH be done at once, as far as can be seen without a lock?"
+  (let* ((transfer (branch-transfer branch)) (channel (transfer-channel transfer)))
+    (if (eq (transfer-kind transfer) :send)
+        (offer-likely-p channel)
+        (accept-likely-p channel))))
+
 (defun try-branches (branches)
   "The first of BRANCHES that can be done at once, the outcome, and the value; or NIL."
   (loop for branch across (the simple-vector branches)
-        do (multiple-value-bind (outcome value) (try-branch branch nil nil)
-             (unless (eq outcome :refused) (return (values branch outcome value))))))
+        when (likely-p branch)
+          do (multiple-value-bind (outcome value) (try-branch branch nil nil)
+               (unless (eq outcome :refused) (return (values branch outcome value))))))
 
 (defun make-nodes (branches waiter)
   "Give each of BRANCHES a node for WAITER."

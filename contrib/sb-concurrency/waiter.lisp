@@ -36,6 +36,7 @@
 (defconstant +withdrawn+ 2)
 (defconstant +chosen+ 3)
 
+(declaim (inline make-waiter make-node))
 (defstruct (waiter (:constructor make-waiter (sleeper))
                    (:copier nil))
   (state +waiting+ :type word)
@@ -188,11 +189,27 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
 
 #+sb-fiber
 (defun park-until-chosen (waiter fiber object timeout)
+  ;; Interruptions that SLEEP-UNDISTURBED has found wake nobody again.
   (sb-fiber::until-time-limit (limit timeout)
+    (sb-fiber::see-interruptions fiber)
     (sb-fiber::without-interruptions
       (unless (chosen-p waiter) (sb-fiber::park object limit)))
-    (when (chosen-p waiter) (return t))
-    (sb-fiber::see-interruptions fiber)))
+    (when (chosen-p waiter) (return t))))
+
+;;; Nearly all waits are such, and so cost no frames that care for others.
+(defun sleep-undisturbed (waiter object timeout)
+  "Sleep until WAITER, which waits for OBJECT, is chosen, and return true; or NIL if it is no fiber,
+may have to end sooner, or is interrupted. With interrupts off."
+  (declare (ignorable waiter object timeout))
+  #+sb-fiber
+  (let ((fiber (waiter-sleeper waiter)))
+    (and (sb-fiber::fiber-p fiber)
+         (null timeout)
+         (null sb-impl::*deadline*)
+         (loop
+           (when (chosen-p waiter) (return t))
+           (when (sb-fiber::fiber-interruptions fiber) (return nil))
+           (sb-fiber::park object nil)))))
 
 (defun sleep-until-chosen (waiter object timeout)
   "Wait until WAITER, which waits for OBJECT, is chosen. Return false if TIMEOUT seconds, or NIL,
@@ -209,14 +226,16 @@ are over before. Signals DEADLINE-TIMEOUT."
 seconds. LEAVE is executed if it cannot be chosen any more. If this is unwound when it was chosen
 UNDO is executed. With interrupts off."
   (with-unique-names (outcome)
-    `(let ((,outcome nil))
-       (flet ((leave-p ()
-                (when (withdraw ,waiter)
-                  ,leave
-                  t)))
-         (unwind-protect
-              (setf ,outcome (if (with-interrupts (sleep-until-chosen ,waiter ,object ,timeout))
-                                 :chosen
-                                 :timeout))
-           (unless (or ,outcome (leave-p)) ,undo))
-         (not (and (eq ,outcome :timeout) (leave-p)))))))
+    `(or (sleep-undisturbed ,waiter ,object ,timeout)
+         (let ((,outcome nil))
+           (flet ((leave-p ()
+                    (when (withdraw ,waiter)
+                      ,leave
+                      t)))
+             (unwind-protect
+                  (setf ,outcome (if (with-interrupts
+                                       (sleep-until-chosen ,waiter ,object ,timeout))
+                                     :chosen
+                                     :timeout))
+               (unless (or ,outcome (leave-p)) ,undo))
+             (not (and (eq ,outcome :timeout) (leave-p))))))))

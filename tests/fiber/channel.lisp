@@ -244,6 +244,18 @@ the waits."
         (is (equal (loop for i below 2000 collect i) (sort (flag-notes got) #'<)))
         (is (lines-empty-p channel))))))
 
+;;; Prevents: a fiber that asks for ever whether it may be interrupted, and keeps its carrier.
+(test waits-that-are-not-interrupted
+  (with-group (group 1)
+    (let* ((channel (make-channel))
+           (fiber (wait-until-parked
+                   (spawn (group)
+                     (sb-sys:without-interrupts (receive channel))))))
+      (terminate-fiber fiber)
+      (join (spawn (group) (fiber-yield) (send channel 1)))
+      (is (eq :abort (wait-for-end fiber)))
+      (is (lines-empty-p channel)))))
+
 (test terminated-waiters-are-forgotten
   (on-carriers (n)
     (let ((channel (make-channel)))

@@ -442,6 +442,10 @@ CHECK has a string as value if something is wrong in the end."
 (defun steps::wake-waiter (waiter)
   (steps::unpark (sb-concurrency::waiter-sleeper waiter)))
 
+(defun steps::sleep-undisturbed (waiter object deadline)
+  (declare (ignore waiter object deadline))
+  nil)
+
 (defun steps::sleep-until-chosen (waiter object deadline)
   (loop
     (when (steps::chosen-p waiter) (return t))
