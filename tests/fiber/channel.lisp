@@ -250,7 +250,8 @@ the waits."
     (let* ((channel (make-channel))
            (fiber (wait-until-parked
                    (spawn (group)
-                     (sb-sys:without-interrupts (receive channel))))))
+                     (sb-sys:without-interrupts (receive channel))
+                     (fiber-yield)))))
       (terminate-fiber fiber)
       (join (spawn (group) (fiber-yield) (send channel 1)))
       (is (eq :abort (wait-for-end fiber)))
