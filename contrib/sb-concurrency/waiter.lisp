@@ -192,9 +192,9 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
   ;; Interruptions that SLEEP-UNDISTURBED has found wake nobody again.
   (sb-fiber::until-time-limit (limit timeout)
     (sb-fiber::see-interruptions fiber)
+    (when (chosen-p waiter) (return t))
     (sb-fiber::without-interruptions
-      (unless (chosen-p waiter) (sb-fiber::park object limit)))
-    (when (chosen-p waiter) (return t))))
+      (unless (chosen-p waiter) (sb-fiber::park object limit)))))
 
 ;;; Nearly all waits are such, and so cost no frames that care for others.
 (defun sleep-undisturbed (waiter object timeout)
@@ -207,8 +207,8 @@ may have to end sooner, or is interrupted. With interrupts off."
          (null timeout)
          (null sb-impl::*deadline*)
          (loop
-           (when (chosen-p waiter) (return t))
            (when (sb-fiber::fiber-interruptions fiber) (return nil))
+           (when (chosen-p waiter) (return t))
            (sb-fiber::park object nil)))))
 
 (defun sleep-until-chosen (waiter object timeout)

@@ -250,8 +250,7 @@ the waits."
     (let* ((channel (make-channel))
            (fiber (wait-until-parked
                    (spawn (group)
-                     (sb-sys:without-interrupts (receive channel))
-                     (fiber-yield)))))
+                     (sb-sys:without-interrupts (receive channel))))))
       (terminate-fiber fiber)
       (join (spawn (group) (fiber-yield) (send channel 1)))
       (is (eq :abort (wait-for-end fiber)))
