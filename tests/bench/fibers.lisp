@@ -7,6 +7,7 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
+(require :sb-concurrency)
 (load (merge-pathnames "measure.lisp" *load-truename*))
 
 (in-package "SB-FIBER-BENCH")
@@ -98,5 +99,34 @@ two have incremented the car of READY."
                 (let ((mutex (make-mutex)) (queue (make-waitqueue)) (ball (list :ping)))
                   (list (player mutex queue ball :ping :pong n)
                         (player mutex queue ball :pong :ping n))))))
+
+;;; As in Go's program: one sends N numbers, another receives them.
+(defun bench-channel (n &optional (capacity 0))
+  (multiple-value-bind (first later)
+      (rounds (lambda ()
+                (let ((channel (sb-concurrency:make-channel :capacity capacity)))
+                  (list (lambda () (dotimes (i n) (sb-concurrency:send channel i)))
+                        (lambda () (loop repeat n do (sb-concurrency:receive channel)))))))
+    (format t "RESULT channel sbcl-fiber p=~D n=~D capacity=~D first_ns=~,1F ns=~,1F~%"
+            *carriers* n capacity (/ first n) (/ later n))))
+
+;;; A fiber for each channel sends to it, and one selects among all.
+(defun bench-select (n &optional (channels 2))
+  (let ((share (ceiling n channels)))
+    (multiple-value-bind (first later)
+        (rounds (lambda ()
+                  (let* ((channels (loop repeat channels collect (sb-concurrency:make-channel)))
+                         (operation (apply #'sb-concurrency:choose
+                                           (mapcar #'sb-concurrency:receive-operation channels))))
+                    (cons (lambda ()
+                            (loop repeat (* share (length channels))
+                                  do (sb-concurrency:perform operation)))
+                          (loop for channel in channels
+                                collect (let ((channel channel))
+                                          (lambda ()
+                                            (dotimes (i share)
+                                              (sb-concurrency:send channel i)))))))))
+      (format t "RESULT select sbcl-fiber p=~D n=~D channels=~D first_ns=~,1F ns=~,1F~%"
+              *carriers* n channels (/ first n) (/ later n)))))
 
 (apply #'main (rest sb-ext:*posix-argv*))

@@ -10,6 +10,10 @@
 #   mutex N               two fibers pass mutexes to each other N times each: ns
 #                         for each time
 #   condvar N             the same with a condition variable
+#   channel N [CAPACITY]  one fiber sends N numbers to a channel, another receives
+#                         them: ns for each
+#   select N [CHANNELS]   a fiber for each of CHANNELS, 2 by default, sends to it, and
+#                         one receives N numbers of any: ns for each
 #   mutex-free N          WITH-MUTEX N times with a mutex that nobody else wants,
 #                         in a fiber, in a thread, and in the Lisp that PLAIN
 #                         starts: ns for each, and ratios
@@ -46,7 +50,7 @@ set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 
 case ${1-} in
-    switch | create | mutex | condvar) file=fibers.lisp P=${P:-1} ;;
+    switch | create | mutex | condvar | channel | select) file=fibers.lisp P=${P:-1} ;;
     idle | gcpause | burst) file=memory.lisp P=${P:-1} ;;
     mutex-free) file=mutex-free.lisp P=1 ;;
     httpidle) file=httpidle.lisp P=${P:-1} ;;

@@ -7,6 +7,7 @@
 ;;;; absolutely no warranty. See the COPYING and CREDITS files for
 ;;;; more information.
 
+(require :sb-concurrency)
 (in-package "SB-FIBER-TESTS")
 
 (load (merge-pathnames "support/descriptors.lisp" *load-truename*))
@@ -122,6 +123,27 @@
 
 (example slow-square "(defun slow-square"
   (is (eql *sum-of-squares* (second (run-text text)))))
+
+;;;; Channels
+
+(example total-words "(defun total-words"
+  (is (eql 5 (first (last (run-text text))))))
+
+(example relay "(defun relay"
+  (run-text text)
+  (flet ((relayed (close)
+           (let ((source (sb-concurrency:make-channel :capacity 2))
+                 (target (sb-concurrency:make-channel :capacity 2))
+                 (stop (sb-concurrency:make-channel)))
+             (sb-concurrency:send source 1)
+             (sb-concurrency:send source 2)
+             (let ((relay (make-thread #'call :arguments (list "RELAY" source target stop))))
+               (list (sb-concurrency:receive target)
+                     (sb-concurrency:receive target)
+                     (progn (sb-concurrency:close-channel (if close source stop))
+                            (join-thread relay)))))))
+    (is (equal '(1 2 :closed) (relayed t)))
+    (is (equal '(1 2 :stopped) (relayed nil)))))
 
 (defun ask-once (port question)
   "What the server at PORT answers, or NIL if it does not listen yet."

@@ -433,3 +433,29 @@ CHECK has a string as value if something is wrong in the end."
        (values (list ,@(loop for (name . forms) in actors
                              collect `(cons ,name (lambda () ,@forms))))
                (lambda () ,@check)))))
+
+;;;; channels
+
+(defun steps::make-own-waiter ()
+  (sb-concurrency::make-waiter steps::*current-thread*))
+
+(defun steps::wake-waiter (waiter)
+  (steps::unpark (sb-concurrency::waiter-sleeper waiter)))
+
+(defun steps::sleep-undisturbed (waiter object deadline)
+  (declare (ignore waiter object deadline))
+  nil)
+
+(defun steps::sleep-until-chosen (waiter object deadline)
+  (loop
+    (when (steps::chosen-p waiter) (return t))
+    (when (steps::deadline-passed-p deadline) (return nil))
+    (steps::park object deadline)))
+
+(defun steps::await-end-of-claim (waiter)
+  (perform :read waiter 'steps::waiter-state (constantly nil)
+           (lambda ()
+             (/= (sb-concurrency::waiter-state waiter) sb-concurrency::+claiming+))))
+
+;;; All orders are tried anyway.
+(defun steps::shuffle (vector) vector)

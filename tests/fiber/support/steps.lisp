@@ -9,15 +9,19 @@
 
 (in-package "SB-FIBER-TESTS")
 
-;;; The functions whose orders are tried are not written again here, they are read from
-;;; src/code: into the package STEPS, in which all symbols are those that SB-FIBER has, but for
-;;; the accessors of shared slots, the operations on memory, and the functions so read. So a
-;;; change of the source is a change of what is tested. A function that is not named below is called
-;;; as it is, in one step, and sees the runtime that runs the explorer: if a new one is made out of
-;;; such a path, it is to be named here. A test says which are missing.
+;;; The functions whose orders are tried are not written again here, they are read from src/code
+;;; and sb-concurrency: into the package STEPS, in which all symbols are those that SB-FIBER has, or
+;;; else SB-CONCURRENCY, but for the accessors of shared slots, the operations on memory, and the
+;;; functions so read. So a change of the source is a change of what is tested. A function that is
+;;; not named below is called as it is, in one step, and sees the runtime that runs the explorer: if
+;;; a new one is made out of such a path, it is to be named here. A test says which are missing.
 ;;;
 ;;; A planted bug is a form of such a function that is replaced by another; a test that
 ;;; plants a form that is not there fails.
+
+(require :sb-concurrency)
+
+(defparameter *source-packages* '("SB-FIBER" "SB-CONCURRENCY"))
 
 (defparameter *source-directory*
   (merge-pathnames "../../../src/code/" *load-truename*))
@@ -25,7 +29,7 @@
 (defparameter *operations*
   '("SVREF" "STORE-PLACE" "SAP-REF-32" "INT-SAP" "ATOMIC-INCF" "ATOMIC-DECF" "BARRIER"
     "WITH-TINY-LOCK" "WITHOUT-INTERRUPTIONS" "WITHOUT-INTERRUPTS" "WITH-LOCAL-INTERRUPTS"
-    "WITH-INTERRUPTS" "*CURRENT-THREAD*" "SPIN-LOOP-HINT")
+    "WITH-INTERRUPTS" "*CURRENT-THREAD*" "SPIN-LOOP-HINT" "WITH-LOCK" "WITH-ROOM-TO-WAKE")
   "What stands for something else in STEPS.")
 
 (defparameter *slots*
@@ -44,7 +48,8 @@
     "FIBER-GROUP-MONITOR-WAKE-WORD" "FIBER-GROUP-MONITOR-ASLEEP"
     "FIBER-PHASE" "FIBER-INTERRUPTIONS" "FIBER-NEXT" "FIBER-WAIT-NEXT" "FIBER-WAIT-ADDRESS"
     "FIBER-WAIT-PREVIOUS" "FIBER-WAIT-WORD" "FIBER-WAIT-CLAIM"
-    "FIBER-WAIT-RESULT" "FIBER-HEAP-INDEX" "FIBER-HEAP" "FIBER-CARRIER")
+    "FIBER-WAIT-RESULT" "FIBER-HEAP-INDEX" "FIBER-HEAP" "FIBER-CARRIER"
+    "CHANNEL-LOCK" "WAITER-STATE" "NODE-VALUE")
   "Accessors of what several threads use.")
 
 (defparameter *definitions*
@@ -88,7 +93,13 @@
     "SLEEP-AS-MONITOR" "WAIT-FOR-WAKE-UP"
     "DOZE"
     "RUN-MONITOR"
-    "ENTER-POPULATION" "LEAVE-ENTRY" "ENTRIES-P" "CLOSE-GROUP" "CLOSE-IF-EMPTY")
+    "ENTER-POPULATION" "LEAVE-ENTRY" "ENTRIES-P" "CLOSE-GROUP" "CLOSE-IF-EMPTY"
+    "CHOSEN-P" "STATE-BECOMES-P" "CHOSEN-NUMBER" "CHOICE" "TAKE-PARTNER" "CLAIMING-ONESELF"
+    "WITHDRAW" "SLEEPING" "TRANSFERRING" "WAIT-IN-LINE" "OFFER" "ACCEPT" "LEAVE-LINE" "GIVE-BACK"
+    "OUTCOME-OF-CHOICE" "WAITING-IN-LINE" "OFFER-AND-WAIT" "ACCEPT-AND-WAIT" "CLOSE-FOR-ONE"
+    "CLOSE-CHANNEL"
+    "TRY-BRANCH" "LIKELY-P" "TRY-BRANCHES" "MAKE-NODES" "ENTER-LINES" "LEAVE-LINES" "CHOSEN-BRANCH"
+    "UNDO-CHOICE" "WAIT-FOR-BRANCH" "SELECT-BRANCH")
   "Names of the functions and macros that are read, each macro before its users.")
 
 (defparameter *stubs*
@@ -103,19 +114,30 @@
     "FIBER-GROUP-MONITOR-WAKE-WORD-ADDRESS" "ALL-FREE-P" "COUNT-USED" "START-CARRIER"
     "%BARRIER-EVERYWHERE" "AWAIT-END-OF-USE" "LOOK-PERIOD" "TIME-UNTIL-ATTEMPT" "LOOK-AT-CARRIERS"
     "RETIRE-SPARE-IF-QUIET"
-    "RUN-QUEUE-CAPACITY")
+    "RUN-QUEUE-CAPACITY"
+    "MAKE-OWN-WAITER" "WAKE-WAITER" "SLEEP-UNDISTURBED" "SLEEP-UNTIL-CHOSEN"
+    "AWAIT-END-OF-CLAIM" "SHUFFLE")
   "What machine.lisp defines in place of the runtime.")
+
+(defun import-others (from own package)
+  "Import the symbols of the package FROM, but those with a name in OWN or in PACKAGE."
+  (with-package-iterator (next from :internal :external)
+    (loop
+      (multiple-value-bind (more symbol) (next)
+        (unless more (return))
+        (unless (or (member (symbol-name symbol) own :test #'string=)
+                    (find-symbol (symbol-name symbol) package))
+          (import symbol package))))))
 
 (defun make-steps-package ()
   (let ((package (make-package "STEPS" :use (package-use-list "SB-FIBER")))
         (own (append *operations* *slots* *stubs* *definitions*)))
     (shadow own package)
-    (with-package-iterator (next "SB-FIBER" :internal :external)
-      (loop
-        (multiple-value-bind (more symbol) (next)
-          (unless more (return package))
-          (unless (member (symbol-name symbol) own :test #'string=)
-            (import symbol package)))))))
+    (dolist (from *source-packages*) (import-others from own package))))
+
+(defun original (name)
+  "The symbol of the runtime that is called NAME."
+  (some (lambda (package) (find-symbol name package)) *source-packages*))
 
 (unless (find-package "STEPS") (make-steps-package))
 
@@ -139,7 +161,7 @@ old value. With READY, wait until that is true of the value."
   `(progn
      ,@(loop for name in *slots*
              for accessor = (intern name "STEPS")
-             for original = (intern name "SB-FIBER")
+             for original = (original name)
              collect
              `(progn
                 (setf (get ',accessor 'reader) #',original
@@ -194,6 +216,8 @@ old value. With READY, wait until that is true of the value."
 (defmacro steps::without-interrupts (&body body) `(progn ,@body))
 (defmacro steps::with-local-interrupts (&body body) `(progn ,@body))
 (defmacro steps::with-interrupts (&body body) `(progn ,@body))
+(defmacro steps::with-lock ((place) &body body) `(steps::with-tiny-lock (,place) ,@body))
+(defmacro steps::with-room-to-wake (&body body) `(progn ,@body))
 
 ;;;; reading the source
 
@@ -213,7 +237,9 @@ old value. With READY, wait until that is true of the value."
   (apply #'concatenate 'string
          (mapcar #'file-contents
                  (cons (merge-pathnames "fiber.lisp" *source-directory*)
-                       (directory (merge-pathnames "fiber/*.lisp" *source-directory*))))))
+                       (append (directory (merge-pathnames "fiber/*.lisp" *source-directory*))
+                               (directory (merge-pathnames "../../contrib/sb-concurrency/*.lisp"
+                                                           *source-directory*)))))))
 
 ;;; Only what is wanted is read: other definitions have symbols that no longer exist.
 (defun find-in-source (name)
@@ -226,14 +252,14 @@ old value. With READY, wait until that is true of the value."
   (or (find-in-source name) (error "There is no ~A in the source." name)))
 
 (defun names-in (form)
-  "The names of those symbols in FORM that SB-FIBER has, or that are replaced."
+  "The names of those symbols in FORM that the runtime has, or that are replaced."
   (let ((names '()))
     (labels ((walk (form)
                (typecase form
                  (cons (walk (car form)) (walk (cdr form)))
                  (sb-impl::comma (walk (sb-impl::comma-expr form)))
                  (symbol (when (member (symbol-package form)
-                                       (list (find-package "SB-FIBER") (find-package "STEPS")))
+                                       (mapcar #'find-package (cons "STEPS" *source-packages*)))
                            (pushnew (symbol-name form) names :test #'string=))))))
       (walk form))
     names))

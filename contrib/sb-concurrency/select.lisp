@@ -1,0 +1,70 @@
+;;;; SELECT, the macro on top of operations
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package :sb-concurrency)
+
+(defun select-operation-form (head)
+  "The form whose value is the operation that HEAD, of a clause of SELECT, stands for."
+  (if (consp head)
+      (case (first head)
+        (receive `(receive-operation ,@(rest head)))
+        (send `(send-operation ,@(rest head)))
+        (:timeout `(pause-operation ,@(rest head)))
+        (t head))
+      head))
+
+(defun ignoring-more-values (lambda-list)
+  "LAMBDA-LIST, of required parameters, as one that takes any number of arguments."
+  (let ((more (gensym "MORE")))
+    (values `(&optional ,@lambda-list &rest ,more)
+            `(declare (ignore ,more)))))
+
+(defun check-clause (clause)
+  (unless (and (listp clause) (listp (cdr clause)) (cdr clause)
+               (listp (second clause)) (every #'symbolp (second clause))
+               (null (intersection (second clause) lambda-list-keywords)))
+    (error 'sb-int:simple-program-error
+           :format-control "~@<A clause of SELECT is (OPERATION (VARIABLE...) FORM...) or ~
+                            (:DEFAULT () FORM...), not ~S.~:@>"
+           :format-arguments (list clause))))
+
+(defun clause-function (clause)
+  (multiple-value-bind (lambda-list ignore) (ignoring-more-values (second clause))
+    `(lambda ,lambda-list ,ignore ,@(cddr clause))))
+
+(defun clause-operation (clause)
+  `(wrap ,(select-operation-form (first clause)) ,(clause-function clause)))
+
+(defmacro select (&rest clauses)
+  "Wait until one of several things can be done, do it, execute the forms that go with it, and
+return their values. Each of CLAUSES is
+
+  (OPERATION (VARIABLE...) FORM...)
+
+where OPERATION is one of
+
+  (RECEIVE channel)     which gives the values of RECEIVE
+  (SEND channel value)  which gives true
+  (:TIMEOUT seconds)    which can be done after SECONDS, and gives NIL
+  any other form        whose value is an operation, see PERFORM
+
+The VARIABLEs are bound to the values that it gives while the FORMs are executed. Forms in
+OPERATIONs are evaluated first, in order. If several things can be done, any of them is. One of
+CLAUSES may be
+
+  (:DEFAULT () FORM...)
+
+which is taken if no other can be done at once. Signals CHANNEL-CLOSED if a channel to which
+something was to be sent is closed, and SB-SYS:DEADLINE-TIMEOUT."
+  (mapc #'check-clause clauses)
+  (let* ((default (find :default clauses :key #'first))
+         (operation `(choose ,@(mapcar #'clause-operation (remove default clauses)))))
+    (if default
+        `(perform-or ,operation nil nil (lambda () ,@(cddr default)))
+        `(perform ,operation))))

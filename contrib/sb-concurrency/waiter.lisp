@@ -1,0 +1,241 @@
+;;;; who waits in channels, and how one of several is chosen
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package :sb-concurrency)
+
+;;; A WAITER stands for a thread, or a fiber, that waits until it is chosen. For each thing that it
+;;; waits for it has a NODE in the LINE of that; who serves it there must choose it before, so that
+;;; it is served once, wherever it waits.
+;;;
+;;;     STATE                        move                 by
+;;;     +WAITING+ -> +CLAIMING+      CLAIMING-ONESELF     the waiter, to serve a node of another
+;;;     +CLAIMING+ -> +WAITING+      CLAIMING-ONESELF     the same: there was none
+;;;     +CLAIMING+ -> chosen         CLAIMING-ONESELF     the same: it has served one
+;;;     +WAITING+ -> chosen          TAKE-PARTNER         who serves it, under the lock of the line
+;;;     +WAITING+ -> +WITHDRAWN+     WITHDRAW             the waiter: time-out, unwinding
+;;;
+;;; Chosen is +CHOSEN+ and more: twice the number of the node is added, and 1 if its line is no
+;;; more. A waiter is claiming for some instructions only, under a lock, and takes no other lock
+;;; meanwhile.
+;;;
+;;; What is true when nobody is inside:
+;;;  - a line is guarded by the lock of what it is a line of;
+;;;  - a node is in the line that LINE names, or in none if that is NIL; one whose waiter is not
+;;;    waiting any more may still be there, until it is met, or its waiter takes it out;
+;;;  - the VALUE of a node is what its waiter wants to give; or, if it wants to be given something,
+;;;    what it was given once the node is chosen, and anything before.
+
+(defconstant +waiting+ 0)
+(defconstant +claiming+ 1)
+(defconstant +withdrawn+ 2)
+(defconstant +chosen+ 3)
+
+(declaim (inline make-waiter make-node))
+(defstruct (waiter (:constructor make-waiter (sleeper))
+                   (:copier nil))
+  (state +waiting+ :type word)
+  ;; The fiber, or a semaphore on which the thread waits.
+  (sleeper nil :read-only t))
+(declaim (freeze-type waiter))
+
+(defstruct (node (:constructor make-node (waiter value &optional (number 0)))
+                 (:copier nil))
+  (waiter (missing-arg) :type waiter :read-only t)
+  (value nil)
+  (number 0 :type (unsigned-byte 16) :read-only t)
+  (line nil)
+  (next nil)
+  (previous nil))
+(declaim (freeze-type node))
+
+(defstruct (line (:constructor make-line ())
+                 (:copier nil))
+  (first nil)
+  (last nil))
+(declaim (freeze-type line))
+
+;;;; locks
+
+;;; Under a lock nothing is allocated, nothing is called, and nothing exits: with fibers it is a
+;;; tiny lock, which the collector does not interrupt.
+#+sb-fiber
+(progn
+  (deftype lock () 'word)
+  (defmacro make-lock () 0)
+  (defmacro with-lock ((place) &body body)
+    "The value of BODY, executed while the lock at PLACE is held. With interrupts off."
+    `(sb-fiber::with-tiny-lock (,place) ,@body)))
+
+#-sb-fiber
+(progn
+  (deftype lock () 'mutex)
+  (defmacro make-lock () '(make-mutex :name "channel"))
+  (defmacro with-lock ((place) &body body)
+    "The value of BODY, executed while the lock at PLACE is held. With interrupts off."
+    `(with-mutex (,place) (values (progn ,@body)))))
+
+;;;; lines, under their locks
+
+(declaim (inline append-node remove-node))
+(defun append-node (line node)
+  (let ((last (line-last line)))
+    (setf (node-line node) line
+          (node-next node) nil
+          (node-previous node) last
+          (line-last line) node)
+    (if last
+        (setf (node-next (truly-the node last)) node)
+        (setf (line-first line) node))))
+
+(defun remove-node (node)
+  "Take NODE out of its line, if it is in one."
+  (when (node-line node)
+    (let ((line (truly-the line (node-line node)))
+          (next (node-next node))
+          (previous (node-previous node)))
+      (if next
+          (setf (node-previous (truly-the node next)) previous)
+          (setf (line-last line) previous))
+      (if previous
+          (setf (node-next (truly-the node previous)) next)
+          (setf (line-first line) next))
+      (setf (node-line node) nil
+            (node-next node) nil
+            (node-previous node) nil))))
+
+;;;; choosing
+
+(declaim (inline chosen-p state-becomes-p))
+(defun chosen-p (waiter)
+  (>= (waiter-state waiter) +chosen+))
+
+(defun state-becomes-p (waiter old new)
+  (= (cas (waiter-state waiter) old new) old))
+
+(defun chosen-number (waiter)
+  "The number of the chosen node of WAITER, and true if it was chosen since its line is no more."
+  (let ((choice (- (waiter-state waiter) +chosen+)))
+    (values (ash choice -1) (logtest choice 1))))
+
+(declaim (inline choice))
+(defun choice (node closing)
+  (truly-the word (+ +chosen+ (* 2 (node-number node)) closing)))
+
+(defmacro take-partner (line self claimant &key (value nil value-p) (closing 0))
+  "Take the first node whose waiter waits, and is not SELF, out of LINE, choose that, and return the
+node; or NIL if there is none; or T if the waiter of one before it, which is stored in CLAIMANT, is
+claiming just now. The waiter is given VALUE; or told, if CLOSING is 1, that it gets none."
+  `(let ((next (line-first ,line)))
+     (loop
+       (when (null next) (return nil))
+       (let* ((node (truly-the node next))
+              (waiter (node-waiter node)))
+         (setf next (node-next node))
+         (unless (eq waiter ,self)
+           ;; Once it is chosen it may look.
+           ,@(when value-p `((setf (node-value node) ,value)
+                             (barrier (:write))))
+           (let ((state (cas (waiter-state waiter) +waiting+ (choice node ,closing))))
+             (when (= state +claiming+)
+               (setf ,claimant waiter)
+               (return t))
+             (remove-node node)
+             (when (= state +waiting+) (return node))))))))
+
+(defmacro claiming-oneself ((node claim) &body body)
+  "The outcome of BODY, which serves another node, puts NODE in a line, or does nothing. If CLAIM is
+true the waiter of NODE is in other lines already: :CHOSEN if it has been chosen there, or else BODY
+is executed while nobody can choose it, and it is chosen if the outcome is :DONE."
+  `(if ,claim
+       (let* ((node (truly-the node ,node)) (waiter (node-waiter node)))
+         (if (state-becomes-p waiter +waiting+ +claiming+)
+             (let ((outcome (progn ,@body)))
+               (setf (waiter-state waiter)
+                     (if (eq outcome :done) (choice node 0) +waiting+))
+               outcome)
+             :chosen))
+       (progn ,@body)))
+
+(defun await-end-of-claim (waiter)
+  "Wait until WAITER is not claiming. The caller is not, and has no lock."
+  (loop while (= (waiter-state waiter) +claiming+)
+        do (spin-loop-hint)))
+
+(declaim (inline withdraw))
+(defun withdraw (waiter)
+  "Let WAITER not be chosen any more. Return false if it has been."
+  (state-becomes-p waiter +waiting+ +withdrawn+))
+
+;;;; sleeping
+
+(defun make-own-waiter ()
+  "A waiter for what is running."
+  (make-waiter (or #+sb-fiber (and (sb-fiber::can-park-p) *current-thread*)
+                   (make-semaphore))))
+
+(defun wake-waiter (waiter)
+  "Called after WAITER was chosen."
+  (let ((sleeper (waiter-sleeper waiter)))
+    (if (typep sleeper 'semaphore)
+        (signal-semaphore sleeper)
+        #+sb-fiber (sb-fiber::unpark sleeper)))
+  nil)
+
+#+sb-fiber
+(defun park-until-chosen (waiter fiber object timeout)
+  ;; Interruptions that SLEEP-UNDISTURBED has found wake nobody again.
+  (sb-fiber::until-time-limit (limit timeout)
+    (sb-fiber::see-interruptions fiber)
+    (when (chosen-p waiter) (return t))
+    (sb-fiber::without-interruptions
+      (unless (chosen-p waiter) (sb-fiber::park object limit)))))
+
+;;; Nearly all waits are such, and so cost no frames that care for others.
+(defun sleep-undisturbed (waiter object timeout)
+  "Sleep until WAITER, which waits for OBJECT, is chosen, and return true; or NIL if it is no fiber,
+may have to end sooner, or is interrupted. With interrupts off."
+  (declare (ignorable waiter object timeout))
+  #+sb-fiber
+  (let ((fiber (waiter-sleeper waiter)))
+    (and (sb-fiber::fiber-p fiber)
+         (null timeout)
+         (null sb-impl::*deadline*)
+         (loop
+           (when (sb-fiber::fiber-interruptions fiber) (return nil))
+           (when (chosen-p waiter) (return t))
+           (sb-fiber::park object nil)))))
+
+(defun sleep-until-chosen (waiter object timeout)
+  "Wait until WAITER, which waits for OBJECT, is chosen. Return false if TIMEOUT seconds, or NIL,
+are over before. Signals DEADLINE-TIMEOUT."
+  (declare (ignorable object))
+  (let ((sleeper (waiter-sleeper waiter)))
+    (if (typep sleeper 'semaphore)
+        (unless (eql timeout 0)
+          (wait-on-semaphore sleeper :timeout (and timeout (max timeout 1d-9))))
+        #+sb-fiber (park-until-chosen waiter sleeper object timeout))))
+
+(defmacro sleeping ((waiter object timeout) &key leave undo)
+  "Sleep until WAITER, which waits for OBJECT, is chosen, and return true; or NIL after TIMEOUT
+seconds. LEAVE is executed if it cannot be chosen any more. If this is unwound when it was chosen
+UNDO is executed. With interrupts off."
+  (with-unique-names (outcome)
+    `(or (sleep-undisturbed ,waiter ,object ,timeout)
+         (let ((,outcome nil))
+           (flet ((leave-p ()
+                    (when (withdraw ,waiter)
+                      ,leave
+                      t)))
+             (unwind-protect
+                  (setf ,outcome (if (with-interrupts
+                                       (sleep-until-chosen ,waiter ,object ,timeout))
+                                     :chosen
+                                     :timeout))
+               (unless (or ,outcome (leave-p)) ,undo))
+             (not (and (eq ,outcome :timeout) (leave-p))))))))
