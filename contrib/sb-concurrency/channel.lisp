@@ -21,7 +21,8 @@
 ;;; overtaken. So nothing wakes in vain, and the order of those that wait is that of their calls.
 ;;;
 ;;; A receiver that is unwound by an interruption when it has been given a value gives that back, in
-;;; front of all others. A sender whose value was taken has sent it, whatever happens to it then.
+;;; front of all others: several that do so may change the order of what they give back. A sender
+;;; whose value was taken has sent it, whatever happens to it then.
 
 (define-condition channel-closed (error)
   ((channel :initarg :channel :reader %channel-closed-channel))
@@ -61,7 +62,8 @@ the same order."
 (defun make-channel (&key (capacity 0) name)
   "Return a new channel that keeps up to CAPACITY values, an integer from 0 to 2^32, which were sent
 and not received yet. If it is 0, the default, SEND waits until another thread or fiber receives the
-value. NAME is a string designator, or NIL, to be shown where the channel is printed."
+value. Their places are made at once, of a word each. NAME is a string designator, or NIL, to be
+shown where the channel is printed."
   (unless (typep capacity 'channel-capacity)
     (error 'simple-type-error
            :datum capacity :expected-type 'channel-capacity

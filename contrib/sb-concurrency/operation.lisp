@@ -264,8 +264,9 @@ values."
 (defun perform (operation &key timeout (wait-p t))
   "Perform OPERATION, and return its values. Return NIL, NIL and :TIMEOUT if TIMEOUT seconds, a
 non-negative real, are over before; or, if WAIT-P is false, if this would have to wait. Signals what
-SEND does, and SB-SYS:DEADLINE-TIMEOUT. If OPERATION is one of several, just one of them is done: if
-this is unwound, none; and a value that was received is received by others."
+SEND does, and SB-SYS:DEADLINE-TIMEOUT. If OPERATION is one of several, just one of them is done. If
+this is unwound while it waits, one at most: something may have been sent, but a value that was
+given to it is received by others."
   (declare (operation operation))
   (check-timeout timeout)
   (perform-or operation timeout wait-p (lambda () (values nil nil :timeout))))

@@ -28,7 +28,8 @@
 (defun check-clause (clause)
   (unless (and (listp clause) (listp (cdr clause)) (cdr clause)
                (listp (second clause)) (every #'symbolp (second clause))
-               (null (intersection (second clause) lambda-list-keywords)))
+               (null (intersection (second clause) lambda-list-keywords))
+               (or (neq (first clause) :default) (null (second clause))))
     (error 'sb-int:simple-program-error
            :format-control "~@<A clause of SELECT is (OPERATION (VARIABLE...) FORM...) or ~
                             (:DEFAULT () FORM...), not ~S.~:@>"
@@ -63,6 +64,9 @@ CLAUSES may be
 which is taken if no other can be done at once. Signals CHANNEL-CLOSED if a channel to which
 something was to be sent is closed, and SB-SYS:DEADLINE-TIMEOUT."
   (mapc #'check-clause clauses)
+  (when (< 1 (count :default clauses :key #'first))
+    (error 'sb-int:simple-program-error
+           :format-control "A SELECT has one :DEFAULT at most."))
   (let* ((default (find :default clauses :key #'first))
          (operation `(choose ,@(mapcar #'clause-operation (remove default clauses)))))
     (if default

@@ -78,7 +78,10 @@
   (defmacro make-lock () '(make-mutex :name "channel"))
   (defmacro with-lock ((place) &body body)
     "The value of BODY, executed while the lock at PLACE is held. With interrupts off."
-    `(with-mutex (,place) (values (progn ,@body)))))
+    ;; A deadline that is over would unwind this as an interruption would.
+    `(without-interrupts
+       (let ((sb-impl::*deadline* nil))
+         (sb-thread::with-system-mutex (,place) (values (progn ,@body)))))))
 
 ;;;; lines, under their locks
 
@@ -165,7 +168,8 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
 (defun await-end-of-claim (waiter)
   "Wait until WAITER is not claiming. The caller is not, and has no lock."
   (loop while (= (waiter-state waiter) +claiming+)
-        do (spin-loop-hint)))
+        do #+sb-fiber (sb-fiber::spin-for-tiny-lock)
+           #-sb-fiber (thread-yield)))
 
 (declaim (inline withdraw))
 (defun withdraw (waiter)
@@ -183,7 +187,10 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
   "Called after WAITER was chosen."
   (let ((sleeper (waiter-sleeper waiter)))
     (if (typep sleeper 'semaphore)
-        (signal-semaphore sleeper)
+        ;; Unwound where it waits for the semaphore's mutex, it would leave WAITER asleep.
+        (without-interrupts
+          (let ((sb-impl::*deadline* nil))
+            (signal-semaphore sleeper)))
         #+sb-fiber (sb-fiber::unpark sleeper)))
   nil)
 
@@ -192,9 +199,12 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
   ;; Interruptions that SLEEP-UNDISTURBED has found wake nobody again.
   (sb-fiber::until-time-limit (limit timeout)
     (sb-fiber::see-interruptions fiber)
-    (when (chosen-p waiter) (return t))
     (sb-fiber::without-interruptions
-      (unless (chosen-p waiter) (sb-fiber::park object limit)))))
+      (unless (chosen-p waiter) (sb-fiber::park object limit)))
+    ;; First of all, or the deadline would be signalled for what was done in time.
+    (when (chosen-p waiter)
+      (sb-fiber::see-interruptions fiber)
+      (return t))))
 
 ;;; Nearly all waits are such, and so cost no frames that care for others.
 (defun sleep-undisturbed (waiter object timeout)

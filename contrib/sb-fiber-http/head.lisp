@@ -146,7 +146,8 @@ lower case; or NIL."
             return n)))
 
 (define-compiler-macro head-field (&whole form head name &rest arguments)
-  (if (and (stringp name) (not (typep name 'simple-base-string)))
+  (if (and (stringp name) (every (lambda (c) (typep c 'base-char)) name)
+           (not (typep name 'simple-base-string)))
       `(head-field ,head ,(coerce name 'simple-base-string) ,@arguments)
       form))
 

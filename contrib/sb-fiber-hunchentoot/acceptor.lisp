@@ -90,10 +90,12 @@ octet now and then does not stay."))
 ;;; ATOMIC-DECF is a full barrier before the flag is read. STOP sets the flag, and takes the lock
 ;;; before it reads the count: one of the two sees what the other wrote.
 (defun request-has-ended (acceptor)
-  (sb-ext:atomic-decf (request-count-in-progress (acceptor-request-count acceptor)))
-  (when (hunchentoot::acceptor-shutdown-p acceptor)
-    (hunchentoot::with-lock-held ((hunchentoot::acceptor-shutdown-lock acceptor))
-      (hunchentoot::condition-variable-signal (hunchentoot::acceptor-shutdown-queue acceptor)))))
+  (sb-sys:without-interrupts            ; or STOP would wait for it for ever
+    (sb-ext:atomic-decf (request-count-in-progress (acceptor-request-count acceptor)))
+    (when (hunchentoot::acceptor-shutdown-p acceptor)
+      (hunchentoot::with-lock-held ((hunchentoot::acceptor-shutdown-lock acceptor))
+        (hunchentoot::condition-variable-signal
+         (hunchentoot::acceptor-shutdown-queue acceptor))))))
 
 (defmacro with-request-counted ((acceptor) &body body)
   "Execute BODY, which serves a request. STOP with :SOFT true waits for that."

@@ -40,7 +40,9 @@
 
 (test clauses-that-are-none
   (dolist (form '((select 1) (select ((:timeout 1))) (select ((:timeout 1) (1)))
-                  (select ((:timeout 1) (&rest values)))))
+                  (select ((:timeout 1) (&rest values)))
+                  (select (:default (value) value))
+                  (select (:default () 1) (:default () 2))))
     (signals program-error (macroexpand-1 form)))
   (signals type-error (choose 1))
   (signals type-error (perform (opaque 1)))

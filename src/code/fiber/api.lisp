@@ -351,7 +351,6 @@ as one."
   (ensure-waking-room 3072)
   (without-interruptions ; unwound in between, it would leave FIBER asleep
     (set-fiber-flag fiber +user-permit+)
-    (barrier (:memory))
     (unpark fiber)))
 
 (declaim (ftype (sfunction (function &key (:timeout (or null (real 0)))) t) fiber-wait-for))

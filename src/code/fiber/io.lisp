@@ -308,10 +308,10 @@ waiting. Elsewhere it waits as write(2) does."
                 :plain (%plain-write fd sap n)))
 
 (defun unix-writev-now (fd parts n)
-  "As UNIX-WRITE-NOW, but write N pieces of memory, one behind the other, to the file descriptor FD
-by one system call. PARTS, a SYSTEM-AREA-POINTER, is the place of N structures iovec, of two words
-each: the address of a piece, and how many bytes it has. The pieces, and PARTS, must not be moved
-meanwhile, see SB-SYS:WITH-PINNED-OBJECTS."
+  "As UNIX-WRITE-NOW, but write N pieces of memory, one behind the other, to the file descriptor FD,
+as writev(2) does; to a terminal or the like no more than the first. PARTS, a SYSTEM-AREA-POINTER,
+is the place of N structures iovec, of two words each: the address of a piece, and how many bytes it
+has. The pieces, and PARTS, must not be moved meanwhile, see SB-SYS:WITH-PINNED-OBJECTS."
   (writing-now (cell fd)
       (write-parts-by-kind cell fd parts n)
     (count-or-errno (%plain-write-parts fd parts n))))

@@ -96,12 +96,14 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 #-sb-xc-host
 (progn
   (declaim (inline set-fiber-flag clear-fiber-flag))
+  ;; Also if it is set already: this is the full barrier between what the caller has written and
+  ;; its look at the flag, which the fiber may be about to clear.
   (defun set-fiber-flag (fiber flag)
     "Return false if FLAG of FIBER was set already."
     (declare (type sb-vm:word flag))
     (loop (let ((flags (fiber-flags fiber)))
-            (when (logtest flag flags) (return nil))
-            (when (= (cas (fiber-flags fiber) flags (logior flags flag)) flags) (return t)))))
+            (when (= (cas (fiber-flags fiber) flags (logior flags flag)) flags)
+              (return (not (logtest flag flags)))))))
   (defun clear-fiber-flag (fiber flag)
     "Return false if FLAG of FIBER was not set."
     (declare (type sb-vm:word flag))
