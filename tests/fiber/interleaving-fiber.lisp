@@ -37,6 +37,35 @@
        ("time" (pass-time)))
     (or (phase-problem fiber) (heap-problem))))
 
+;;; What FIBER-PARK does without a time-out
+(defun park-as-user (fiber)
+  (loop until (steps::clear-fiber-flag fiber sb-fiber::+user-permit+)
+        do (steps::park nil nil)))
+
+;;; The permit of the first may be there still when the second comes.
+(defparameter *two-users*
+  (history ((fiber (make-test-fiber)))
+      (("fiber" (in-test-fiber (fiber)
+                  (loop until (= 1 (read-word 0))
+                        do (park-as-user fiber))))
+       ("first" (steps::fiber-unpark fiber))
+       ("second" (write-word 0 1) (steps::fiber-unpark fiber)))
+    (phase-problem fiber)))
+
+(test no-permit-of-a-user-is-lost
+  (holds *two-users* :store-buffers t))
+
+(test bug-no-barrier-where-the-permit-is-there
+  (with-changes (("SET-FIBER-FLAG"
+                  "(when (= (cas (fiber-flags fiber) flags (logior flags flag)) flags)
+                     (return (not (logtest flag flags))))"
+                  "(if (logtest flag flags)
+                       (return nil)
+                       (when (= (cas (fiber-flags fiber) flags (logior flags flag)) flags)
+                         (return t)))"))
+    ;; Only the store buffer shows it.
+    (fails *two-users* :store-buffers t)))
+
 (test no-unpark-is-lost
   (holds *two-wakers* :store-buffers t)
   (holds *waker-and-deadline*))

@@ -48,7 +48,7 @@
     "FIBER-GROUP-MONITOR-WAKE-WORD" "FIBER-GROUP-MONITOR-ASLEEP"
     "FIBER-PHASE" "FIBER-INTERRUPTIONS" "FIBER-NEXT" "FIBER-WAIT-NEXT" "FIBER-WAIT-ADDRESS"
     "FIBER-WAIT-PREVIOUS" "FIBER-WAIT-WORD" "FIBER-WAIT-CLAIM"
-    "FIBER-WAIT-RESULT" "FIBER-HEAP-INDEX" "FIBER-HEAP" "FIBER-CARRIER"
+    "FIBER-WAIT-RESULT" "FIBER-HEAP-INDEX" "FIBER-HEAP" "FIBER-CARRIER" "FIBER-FLAGS"
     "CHANNEL-LOCK" "WAITER-STATE" "NODE-VALUE")
   "Accessors of what several threads use.")
 
@@ -65,6 +65,7 @@
     "FORGET-FILE" "WAKE-LATE-WAITERS" "WAKE-POLLER" "FORGET-POLLER-IN-CELLS" "FIRST-IN-POLLER"
     "FIND-HEIR" "REARM-ELSEWHERE"
     "PHASE-BECOMES-P" "FIBER-PHASE-ONLY" "TAKE-PERMIT" "UNPARK" "FINISH-PARKING" "PARK"
+    "SET-FIBER-FLAG" "CLEAR-FIBER-FLAG" "FIBER-UNPARK"
     "ENTER-DEADLINE" "ENTER-TIME"
     "AFTER-SWITCH" "NEXT-INTERRUPTION" "QUEUE-INTERRUPTION" "%INTERRUPT-FIBER"
     "NOTIFY-OF-INTERRUPTION" "RING-ALARM"
@@ -244,8 +245,9 @@ old value. With READY, wait until that is true of the value."
 ;;; Only what is wanted is read: other definitions have symbols that no longer exist.
 (defun find-in-source (name)
   (dolist (definer '("defun" "defmacro"))
-    (let ((start (search (format nil "~%(~A ~(~A~) " definer name) *source*)))
-      (when start (return (read-from *source* start))))))
+    (dolist (indentation '("" "  "))    ; it may be in a PROGN
+      (let ((start (search (format nil "~%~A(~A ~(~A~) " indentation definer name) *source*)))
+        (when start (return-from find-in-source (read-from *source* start)))))))
 
 (defun find-definition (name)
   "The form by which the function or macro NAME, a string, is defined."
