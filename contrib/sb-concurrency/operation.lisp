@@ -177,9 +177,7 @@ TRY-BRANCHES; or NIL and :CHOSEN."
 
 (defun leave-lines (branches)
   (loop for branch across (the simple-vector branches)
-        for node = (branch-node branch)
-        while node
-        do (leave-line (transfer-channel (branch-transfer branch)) node)))
+        do (leave-line (transfer-channel (branch-transfer branch)) (branch-node branch))))
 
 (defun chosen-branch (branches waiter)
   "The branch for which WAITER was chosen, the outcome, and the value."

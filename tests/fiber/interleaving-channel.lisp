@@ -13,6 +13,8 @@
 
 (def-suite* interleaving-channel)
 
+(defun neq (a b) (not (eq a b)))
+
 (defun test-channel (&optional (capacity 0))
   (sb-concurrency:make-channel :capacity capacity))
 
@@ -45,8 +47,6 @@
                         ((eq :send (sb-concurrency::transfer-kind transfer)) :done)
                         (t value))))
           :timeout))))
-
-(defun neq (a b) (not (eq a b)))
 
 (defun line-problem (&rest channels)
   (loop for channel in channels

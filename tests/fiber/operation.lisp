@@ -178,23 +178,14 @@
 
 (test interruptions-lose-nothing-of-several
   (on-carriers (n)
-    (let ((channels (loop repeat 3 collect (make-channel))) (got (make-flag)) (done (make-flag)))
+    (let ((channels (loop repeat 3 collect (make-channel))) (got (make-flag)))
       (with-group (group n)
-        (let* ((receivers (append (loop repeat 4
-                                        collect (spawn (group)
-                                                  (choose-while-struck channels got)))
-                                  (loop repeat 2
-                                        collect (make-thread #'choose-while-struck
-                                                             :arguments (list channels got)))))
-               (storm (make-thread #'strike-until :arguments (list receivers done))))
-          (join (spawn (group)
-                  (dotimes (i 1500)
-                    (send (nth (mod i 3) channels) i)
-                    (yield-at-random))
-                  (mapc #'close-channel channels)))
-          (dolist (receiver receivers) (join-thread receiver :timeout *patience*))
-          (raise-flag done)
-          (join-thread storm :timeout *patience*)))
+        (call-while-struck group #'choose-while-struck (list channels got)
+                           (lambda ()
+                             (dotimes (i 1500)
+                               (send (nth (mod i 3) channels) i)
+                               (yield-at-random))
+                             (mapc #'close-channel channels))))
       ;; They end when one channel is closed, which may be before another is drained.
       (let ((left (loop for channel in channels append (all-received channel))))
         (is (equal (loop for i below 1500 collect i) (sort (append left (flag-notes got)) #'<))))
