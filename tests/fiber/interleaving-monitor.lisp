@@ -59,6 +59,18 @@
        ("monitor" (steps::take-scheduler-away group carrier)))
     (problem (null (sb-fiber::carrier-scheduler carrier)) "Nobody serves the scheduler.")))
 
+;;; The carrier is done with it, and has got another one, before the monitor looks.
+(defparameter *take-away-from-who-has-another*
+  (history ((group (make-test-group 2))
+            (carrier (make-test-carrier group 0))
+            (blocked (make-test-carrier group 1))
+            (passed-on-p nil))
+      (("carrier" (steps::carrier-loop carrier))
+       ("monitor" (steps::take-scheduler-away group carrier)
+                  (setf passed-on-p t))
+       ("blocked" (steps::give-scheduler-away blocked)))
+    (problem (not passed-on-p) "The monitor waits for a carrier that sleeps.")))
+
 ;;; The spare has been given the scheduler, and loses it before it has seen it.
 (defparameter *take-away-from-spare*
   (history ((group (make-test-group 1))
@@ -146,6 +158,7 @@
       (holds *take-away* :store-buffers t))
     (holds *take-away-from-who-sleeps*)
     (holds *take-away-from-spare* :switches 2)
+    (holds *take-away-from-who-has-another* :switches 2)
     (with-changes (("PUT-IN-PLACE" "(length places)" "2"))
       (holds *take-away-while-given* :store-buffers t))))
 
@@ -157,6 +170,19 @@
   (with-short-searches
     (with-changes (("TAKE-SCHEDULER-AWAY" "(await-end-of-use group carrier scheduler)" "nil"))
       (fails *take-away*))))
+
+(defun epoch-over-p (group carrier epoch)
+  (declare (ignore group))
+  (or (evenp epoch)
+      (/= epoch (sb-fiber::carrier-epoch carrier))
+      (sb-fiber::carrier-spare carrier)))
+
+(test bug-awaiting-that-another-scheduler-is-used-no-more
+  (with-short-searches
+    (with-changes (("TAKE-SCHEDULER-AWAY" "(await-end-of-use group carrier scheduler)"
+                    "(sb-fiber-tests::await-end-of-use #'sb-fiber-tests::epoch-over-p
+                                                       group carrier scheduler)"))
+      (fails *take-away-from-who-has-another* :switches 2))))
 
 (test bug-a-use-that-may-not-be-seen
   (with-short-searches

@@ -32,7 +32,9 @@
 ;;; barrier M2, so that C1, which was before, is seen by M3, which waits until this use is over, C3.
 ;;; A use that begins later finds NIL. A carrier that is asleep in its poller has EPOCH odd: it is
 ;;; woken, reads SCHEDULER again, and becomes a spare. EPOCH changes when the carrier begins to be a
-;;; spare and when it ceases, so that M3 cannot miss a short time of that.
+;;; spare and when it ceases, so that M3 cannot miss a short time of that. If all of it was over
+;;; before M3 first read EPOCH, the carrier has been given another scheduler, and may be asleep in
+;;; its poller for ever.
 ;;;
 ;;; A carrier that gives its scheduler away itself, since it is going to block, does as M1 and M4
 ;;; do; it is at no C2. Of the carrier and the monitor, one gets the scheduler.
@@ -140,12 +142,17 @@ Return true if there is more to do."
 (defun %barrier-everywhere ()
   (alien-funcall (extern-alien "fiber_barrier_everywhere" (function int))))
 
+(defun use-over-p (group carrier epoch)
+  "Has CARRIER, whose epoch was EPOCH after its scheduler was taken away, ceased to use that?"
+  (or (evenp epoch)
+      (/= epoch (carrier-epoch carrier))
+      (carrier-spare carrier)
+      (carrier-scheduler carrier)
+      (eq (fiber-group-state group) :stopped)))
+
 (defun await-end-of-use (group carrier scheduler)
   (let ((epoch (carrier-epoch carrier)))
-    (loop until (or (evenp epoch)
-                    (/= epoch (carrier-epoch carrier))
-                    (carrier-spare carrier)
-                    (eq (fiber-group-state group) :stopped))
+    (loop until (use-over-p group carrier epoch)
           do (wake-poller (scheduler-poller scheduler))
              (spin-for-tiny-lock))))
 

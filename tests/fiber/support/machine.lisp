@@ -370,16 +370,16 @@
              (lambda () (every (lambda (actor) (null (actor-buffer actor))) actors)))))
 
 ;;; In place of looking again and again: what it looks at has changed, or somebody is to be woken.
-(defun steps::await-end-of-use (group carrier scheduler)
-  (declare (ignore group))
+(defun await-end-of-use (over-p group carrier scheduler)
   (let ((poller (sb-fiber::scheduler-poller scheduler))
         (epoch (steps::carrier-epoch carrier)))
-    (flet ((over-p () (or (evenp epoch)
-                          (/= epoch (sb-fiber::carrier-epoch carrier))
-                          (sb-fiber::carrier-spare carrier))))
+    (flet ((over-p () (funcall over-p group carrier epoch)))
       (loop until (perform :read carrier 'steps::carrier-epoch #'over-p
                            (lambda () (or (over-p) (= 1 (sb-fiber::poller-sleep poller)))))
             do (steps::wake-poller poller)))))
+
+(defun steps::await-end-of-use (group carrier scheduler)
+  (await-end-of-use #'sb-fiber::use-over-p group carrier scheduler))
 
 (defun make-test-group (n)
   (let ((group (sb-fiber::%make-fiber-group nil)))
