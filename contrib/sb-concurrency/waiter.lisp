@@ -199,6 +199,7 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
   ;; Interruptions that SLEEP-UNDISTURBED has found wake nobody again.
   (sb-fiber::until-time-limit (limit timeout)
     (sb-fiber::see-interruptions fiber)
+    (unless (chosen-p waiter) (sb-fiber::see-cancellation fiber))
     (sb-fiber::without-interruptions
       (unless (chosen-p waiter) (sb-fiber::park object limit)))
     ;; First of all, or the deadline would be signalled for what was done in time.
@@ -219,6 +220,7 @@ may have to end sooner, or is interrupted. With interrupts off."
          (loop
            (when (sb-fiber::fiber-interruptions fiber) (return nil))
            (when (chosen-p waiter) (return t))
+           (when (sb-fiber::to-leave-p fiber) (return nil))
            (sb-fiber::park object nil)))))
 
 (defun sleep-until-chosen (waiter object timeout)

@@ -46,6 +46,7 @@
 ;;;;   zone           where a fiber may park, and whether it may go elsewhere
 ;;;;   time           time, as users and the heap count it
 ;;;;   interrupt      functions that others want a fiber to call
+;;;;   cancel         how a fiber, or the body of a scope, is asked to leave what it does
 ;;;;   yield          sleeping, yielding, and what a fiber may spend before it must
 ;;;;   parking     *  the parking lot: which fibers wait for which word
 ;;;;   thread         what MAKE-THREAD does: OS threads, made without parking, or fibers
@@ -58,6 +59,7 @@
 ;;;;   life           the first and last moments of a fiber
 ;;;;   api            a fiber from its making to its end, as users see it
 ;;;;   group          groups of carriers, as users see them
+;;;;   scope          fibers that do not outlive a form
 ;;;;   inspect        looking at fibers from outside: printing, lists, backtraces, bindings
 ;;;;   debug          errors that nothing handles, the foreground, Ctrl-C
 ;;;;   exit           the end of the process, and others made from it: EXIT, fork, saving

@@ -46,6 +46,7 @@
 ;;;;   manual          the examples of the manual and of README
 
 (defpackage "SB-FIBER-TESTS"
+  (:shadow "SPAWN")                     ; the tests have one of their own
   (:use "COMMON-LISP" "FIVEAM"
         ;; A plain build has no such package: every suite says so itself.
         . #.(when (find-package "SB-FIBER") '("SB-FIBER"))))

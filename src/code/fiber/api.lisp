@@ -271,6 +271,7 @@ is submitting it just then. A fiber that joins itself is signaled a SB-THREAD:JO
     (cond ((not problem) (values-list (fiber-result fiber)))
           (defaultp (values default problem))
           ((and (eq problem :abort) (fiber-failure fiber))
+           (see-failure-of-scope)
            (error 'fiber-failed :thread fiber :problem :abort :cause (fiber-failure fiber)))
           (t (error 'sb-thread:join-thread-error :thread fiber :problem problem)))))
 
@@ -339,6 +340,7 @@ where the fiber cannot park, and in a thread that runs none."
   (let ((fiber (truly-the fiber *current-thread*)))
     (until-time-limit (limit timeout)
       (when (clear-fiber-flag fiber +user-permit+) (return t))
+      (see-cancellation fiber)
       (without-interruptions ; also for no time: a fiber that polls lets others run
         (park (if (typep reason '(or function instance)) (make-user-reason reason) reason) limit))
       (see-interruptions fiber))))

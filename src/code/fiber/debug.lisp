@@ -102,8 +102,13 @@ the restarts that there are now."
 
 (define-alien-routine ("fiber_make_room_to_report" %make-room-to-report) void)
 
+(defun before-debugger (condition)
+  "Called by INVOKE-DEBUGGER."
+  (fail-as-child condition)
+  (make-room-to-report))
+
 (defun make-room-to-report ()
-  "Called by INVOKE-DEBUGGER: let a fiber that is running have a reserve of its control stack now."
+  "Let a fiber that is running have a reserve of its control stack now."
   (when (in-fiber-p)
     (%touch (int-sap (- (sap-int (current-sp)) 2048))) ; so that the stack overflows here, not in C
     (without-interruptions (%make-room-to-report))))

@@ -115,7 +115,7 @@ an errno if the kernel refuses to watch it. With interrupts off."
             ;; First of all, as where interrupts are off the interruptions stay.
             ((deadline-passed-p deadline)
              (when (remove-waiter cell fiber direction) (return :timeout)))
-            ((fiber-interruptions fiber)
+            ((or (fiber-interruptions fiber) (to-leave-p fiber))
              (when (remove-waiter cell fiber direction) (return :interrupted)))))))
 
 (declaim (ftype (sfunction (fd-cell fixnum (mod 3) (or null fixnum)) boolean) park-on-file))
@@ -124,6 +124,7 @@ an errno if the kernel refuses to watch it. With interrupts off."
 first. Signals DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
   (let ((fiber (truly-the fiber *current-thread*)))
     (loop
+      (see-cancellation fiber)
       (let ((result (without-interruptions (wait-for-fd fiber cell direction deadline file))))
         (see-interruptions fiber)
         (ensure-same-file cell file)

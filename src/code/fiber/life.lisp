@@ -61,8 +61,9 @@
 (defun call-with-initial-bindings (fiber)
   (let ((function (the function (fiber-function fiber)))
         (bindings (fiber-initial-bindings fiber)))
-    (setf (fiber-start fiber) nil)
+    (setf (fiber-start fiber) (fiber-child fiber))
     (see-interruptions fiber)
+    (see-cancellation fiber)
     (if bindings
         (progv (mapcar #'car bindings) (mapcar #'cdr bindings)
           (funcall function))
@@ -71,10 +72,13 @@
 ;;; Once the fiber is dead, it may be joined and forgotten, while it still runs here: what
 ;;; comes after concerns only the carrier and the stack.
 (defun end-fiber (fiber)
-  (let ((group (truly-the fiber-group (fiber-group fiber))))
+  (let ((group (truly-the fiber-group (fiber-group fiber)))
+        (child (fiber-child fiber)))
     (leave-session fiber)
+    (when child (report-to-scope child fiber))
     (set-home fiber nil)
     (declare-dead fiber)
+    (when child (end-child child))
     (leave-group group)
     (leave :end)
     (bug "A fiber was resumed after its end.")))

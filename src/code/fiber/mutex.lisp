@@ -48,6 +48,7 @@
       (let ((result (wait-in-bucket fiber address 2 deadline claim)))
         (declare (fixnum result))
         (cond ((= result futex-timed-out) (return nil))
+              ((= result futex-interrupted) (when interruptible (return :interrupted)))
               ((= result futex-woken)
                (when (eq (fiber-wait-claim fiber) :granted) (return t))
                (setf claim :wanted)))))))
@@ -66,7 +67,8 @@ mutex, which is pinned, is at ADDRESS."
                         (unless (eq result :interrupted) (see-interruptions fiber))
                         result))))
         (unless (eq result :interrupted) (return result))
-        (run-interruptions-of-wait fiber)))))
+        (run-interruptions-of-wait fiber)
+        (leave-interrupted-wait fiber)))))
 
 (defun take-claimant (bucket address)
   "Take the first fiber that waits in BUCKET for the mutex with state at ADDRESS out of it, if it

@@ -237,7 +237,7 @@ if it must not leave its carrier, give the carrier's work to another."
       (cond ((= (fiber-wait-address fiber) 0) (return futex-woken))
             ((deadline-passed-p deadline)
              (return (if (leave-bucket bucket fiber) futex-timed-out futex-woken)))
-            ((fiber-interruptions fiber)
+            ((or (fiber-interruptions fiber) (to-leave-p fiber))
              (return (if (leave-bucket bucket fiber) futex-interrupted futex-woken)))))))
 
 ;;; With a time-out it is a cons on the stack of FIBER, into which no other thread may look.
@@ -258,8 +258,9 @@ if it must not leave its carrier, give the carrier's work to another."
            (progn (atomic-incf (bucket-native bucket))
                   (atomic-incf (bucket-waiters bucket))
                   (with-local-interrupts
-                    (with-interruptible-system-call
-                      (%futex-wait address expected to-sec to-usec))))
+                    (with-cancellable-native-wait
+                      (with-interruptible-system-call
+                        (%futex-wait address expected to-sec to-usec)))))
         (atomic-decf (bucket-waiters bucket))
         (atomic-decf (bucket-native bucket))))))
 
@@ -267,6 +268,12 @@ if it must not leave its carrier, give the carrier's work to another."
 (defun run-interruptions-of-wait (fiber)
   (when (fiber-interruptions fiber)
     (with-interrupts (see-interruptions fiber))))
+
+(declaim (inline leave-interrupted-wait))
+(defun leave-interrupted-wait (fiber)
+  "FIBER is about to wait, or has waited for nothing: let it leave what is cancelled."
+  (when (to-leave-p fiber)
+    (with-interrupts (leave-what-is-cancelled fiber))))
 
 (declaim (ftype (sfunction (word (unsigned-byte 32) (or null fixnum) (or null word)) fixnum)
                 wait-on-word))
@@ -279,8 +286,11 @@ if the time is over, 2 after an interruption, -1 if the word is not EXPECTED."
             (deadline (timeout-to-deadline to-sec to-usec)))
         ;; Before the wait, for interruptions that came while its user held a mutex.
         (run-interruptions-of-wait fiber)
-        (prog1 (without-interruptions (wait-in-bucket fiber address expected deadline))
-          (run-interruptions-of-wait fiber)))
+        (leave-interrupted-wait fiber)
+        (let ((result (without-interruptions (wait-in-bucket fiber address expected deadline))))
+          (run-interruptions-of-wait fiber)
+          (when (= result futex-interrupted) (leave-interrupted-wait fiber))
+          result))
       (wait-natively address expected to-sec to-usec)))
 
 ;;;; waking

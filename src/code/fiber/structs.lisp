@@ -25,7 +25,7 @@
                         (:constructor %make-fiber
                             (%name storage-lock function stack-size initial-bindings
                              &aux (start (if initial-bindings
-                                             (cons function initial-bindings)
+                                             (list function initial-bindings)
                                              function)))))
   "A thread of control that carrier threads run in turn, a subtype of SB-THREAD:THREAD. Made by
 MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
@@ -36,8 +36,8 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
   (context 0 :type sb-vm:word)
   ;; The sum of some flags, see below; changed by compare-and-swap only.
   (flags 0 :type sb-vm:word)
-  ;; What it begins with, until it does: see FIBER-FUNCTION.
-  (start nil :type (or function list))
+  ;; What it begins with, until it does, and what it is in a scope: see FIBER-FUNCTION.
+  (start nil)
   (stack-size 0 :type sb-vm:word :read-only t)
   (group nil)
   ;; The carrier that runs it, or NIL. Written by that carrier.
@@ -76,15 +76,22 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 
 #-sb-xc-host
 (progn
-  (declaim (inline fiber-function fiber-initial-bindings))
+  (declaim (inline fiber-function fiber-initial-bindings fiber-child))
   (defun fiber-function (fiber)
     "What FIBER is to call, or NIL if it has begun."
     (let ((start (fiber-start fiber)))
-      (if (consp start) (car start) start)))
+      (cond ((consp start) (first start))
+            ((functionp start) start))))
   (defun fiber-initial-bindings (fiber)
     "A list of symbols and values, conses, or NIL if FIBER has begun."
     (let ((start (fiber-start fiber)))
-      (and (consp start) (cdr start)))))
+      (and (consp start) (second start))))
+  (defun fiber-child (fiber)
+    "What FIBER is in a scope, a CHILD, or NIL."
+    (let ((start (fiber-start fiber)))
+      (cond ((consp start) (third start))
+            ((functionp start) nil)
+            (t start)))))
 
 ;;; It has ended. Alone in the half of the word on which those wait that join it.
 (defconstant +ended+ 1)
@@ -92,6 +99,12 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 (defconstant +user-permit+ (ash 1 32))
 ;;; Its group, or the fiber that runs it, has asked it to end.
 (defconstant +aborted+ (ash 1 33))
+;;; It is to look whether it is to leave something; it was cancelled, was told so, is leaving for
+;;; that: see fiber/cancel.lisp.
+(defconstant +to-leave+ (ash 1 34))
+(defconstant +cancelled+ (ash 1 35))
+(defconstant +told+ (ash 1 36))
+(defconstant +leaving+ (ash 1 37))
 
 #-sb-xc-host
 (progn

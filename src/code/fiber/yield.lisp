@@ -16,6 +16,7 @@
   (let ((fiber (truly-the fiber *current-thread*)))
     ;; Once at least: (SLEEP 0) in a loop lets others run.
     (loop
+      (see-cancellation fiber)
       (without-interruptions (park reason deadline))
       (see-interruptions fiber)
       (when (deadline-passed-p deadline) (return)))))
@@ -51,6 +52,7 @@ spent, and OVERDRAFT beyond it, and other fibers can run, yield first."
 and where a fiber must not leave its carrier, yield the processor. Returns NIL."
   (cond ((can-park-p)
          (let ((fiber (truly-the fiber *current-thread*)))
+           (see-cancellation fiber)
            (without-interruptions
              (prepare-zone fiber)
              (leave :yield))

@@ -1,0 +1,258 @@
+;;;; cancelling: how a fiber, or the body of a scope, is asked to leave what it does
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; Cancelling asks a fiber, or the body of a scope, to leave what it does. That is heard in a wait,
+;;; before it begins or instead of going on, where interrupts are on: FIBER-CANCELLED is signalled,
+;;; and if no handler leaves the wait it is unwound, a fiber to its end, a body to its scope. A wait
+;;; that has got what it was for is not cancelled: so no wake-up and no message is lost by it. It is
+;;; heard once; cleanup forms wait undisturbed. INTERRUPT-FIBER and TERMINATE-FIBER may strike
+;;; between any two instructions instead.
+;;;
+;;; What is true when nobody is inside:
+;;;  - the low half of POPULATION counts the children that have not ended, on which the owner waits;
+;;;    +CLOSED+ beside it says that there will be no more. The children are linked, FIRST to LAST;
+;;;  - REASON is NIL, or tells why the scope was cancelled. Then all children have been cancelled,
+;;;    or are by who has set REASON. A thread that adds one does so *before* it reads REASON, who
+;;;    cancels sets REASON *before* it looks for children: one of them sees the other;
+;;;  - a fiber that has something to leave which it has not been told of has the flag +TO-LEAVE+.
+;;;
+;;;     BODY                    move by
+;;;     :RUNNING -> :WANTED     who cancels the scope (then the owner is woken)
+;;;     :WANTED  -> :TOLD       the owner, which signals FIBER-CANCELLED
+;;;     :TOLD    -> :LEAVING    the owner: no handler wanted that. It unwinds
+;;;     any      -> :LEFT       the owner, which has left the body by whatever way
+;;;
+;;; Of a fiber itself the same is told by flags: +CANCELLED+, +TOLD+, +LEAVING+. Of several things
+;;; that are to be left the outermost is; while one is being left, nothing else is heard.
+
+;;; The innermost scope whose body is being executed.
+(sb-impl:define-thread-local *scope* nil)
+
+;;; NIL where nothing is cancelled.
+(sb-impl:define-thread-local *cancellable* t)
+
+;;; True in a thread, no fiber, that waits: it is sent an interruption, which looks at this.
+(sb-impl:define-thread-local *in-native-wait* nil)
+
+(defstruct (child (:constructor make-child (scope fiber))
+                  (:copier nil))
+  (scope nil :type t :read-only t)
+  (fiber nil :type t :read-only t)
+  ;; The innermost scope whose body it executes
+  (inner nil)
+  (next nil)
+  (previous nil))
+(declaim (freeze-type child))
+
+(defstruct (scope (:constructor %make-scope (name group permits on-failure owner outer))
+                  (:copier nil))
+  "What WITH-FIBERS binds its variable to: it stands for the fibers that are spawned in the form."
+  (name nil :type (or null string) :read-only t)
+  (group nil :type t :read-only t)
+  ;; As many as children may yet be added at a time, or NIL if there is no limit.
+  (permits nil :type (or null sb-thread:semaphore) :read-only t)
+  (on-failure :cancel :type (member :cancel :collect) :read-only t)
+  (owner nil :read-only t)
+  ;; The scope whose body contains the form, or NIL.
+  (outer nil :type t :read-only t)
+  (lock 0 :type word)
+  (first nil)
+  (last nil)
+  ;; Conses of a child's fiber and a condition, the latest first.
+  (failures '() :type list)
+  (reason nil :type symbol)
+  (body :running :type symbol)
+  (population 0 :type word))
+(declaim (freeze-type scope))
+
+(define-structure-slot-addressor scope-population-address :structure scope :slot population)
+
+(declaim (inline scope-alive))
+(defun scope-alive (scope)
+  "How many fibers of SCOPE have not ended."
+  (ldb (byte 32 0) (scope-population scope)))
+
+;;;; the chain of children, under its lock
+
+(declaim (inline append-child remove-child))
+(defun append-child (scope child)
+  (declare (scope scope) (child child) (optimize (safety 0)))
+  (let ((last (scope-last scope)))
+    (setf (child-next child) nil
+          (child-previous child) last
+          (scope-last scope) child)
+    (if last
+        (setf (child-next (truly-the child last)) child)
+        (setf (scope-first scope) child))))
+
+(defun remove-child (scope child)
+  (declare (scope scope) (child child) (optimize (safety 0)))
+  (let ((next (child-next child))
+        (previous (child-previous child)))
+    (if next
+        (setf (child-previous (truly-the child next)) previous)
+        (setf (scope-last scope) previous))
+    (if previous
+        (setf (child-next (truly-the child previous)) next)
+        (setf (scope-first scope) next))))
+
+(defun next-child (scope)
+  "The first child of SCOPE, which becomes the last; or NIL."
+  (with-tiny-lock ((scope-lock scope))
+    (let ((child (scope-first scope)))
+      (when child
+        (remove-child scope (truly-the child child))
+        (append-child scope (truly-the child child)))
+      child)))
+
+(defun children-of-scope (scope)
+  "A list of the fibers of SCOPE that have not ended, or had not a moment ago."
+  (loop repeat (scope-alive scope)
+        for child = (next-child scope)
+        while child collect (child-fiber (truly-the child child))))
+
+(define-condition fiber-cancelled (serious-condition)
+  ((thread :initarg :thread :reader fiber-cancelled-thread)
+   (scope :initarg :scope :reader fiber-cancelled-scope))
+  (:report (lambda (condition stream)
+             (format stream "~@<~S is to leave ~:[what it does~;~:*~S~].~:@>"
+                     (fiber-cancelled-thread condition) (fiber-cancelled-scope condition))))
+  (:documentation "Signalled in a wait of a fiber that was cancelled, or of the body of a scope that
+was. A handler may do what is to be done before the stack is unwound. It may also leave the wait for
+some place of its own: then that is all that comes of it."))
+
+(defmacro without-cancellation (&body body)
+  "Execute BODY such that no wait in it is cancelled, and return its values. What was cancelled
+meanwhile is left by the first wait after that."
+  `(let ((*cancellable* nil)) ,@body))
+
+;;;; being cancelled
+
+(declaim (inline to-leave-p see-cancellation))
+(defun to-leave-p (fiber)
+  (logtest +to-leave+ (fiber-flags fiber)))
+
+(defun see-cancellation (fiber)
+  "Called by FIBER before a wait, and when it has been woken for nothing."
+  (when (to-leave-p fiber) (leave-what-is-cancelled fiber)))
+
+(defun what-to-leave (thread)
+  "The outermost scope whose body THREAD, which is running, is to leave, or THREAD itself; NIL if
+there is none, or it is leaving one."
+  (let ((target nil))
+    (loop for scope = *scope* then (scope-outer (truly-the scope scope))
+          while (and scope (eq (scope-owner (truly-the scope scope)) thread))
+          do (case (scope-body (truly-the scope scope))
+               (:wanted (setf target scope))
+               (:leaving (return-from what-to-leave nil))))
+    (if (fiber-p thread)
+        (let ((flags (fiber-flags thread)))
+          (cond ((logtest +leaving+ flags) nil)
+                ((= (logand (logior +cancelled+ +told+) flags) +cancelled+) thread)
+                (t target)))
+        target)))
+
+(defun leave-what-is-cancelled (thread)
+  "If THREAD, which is running, is to leave something, and can here, do it."
+  (when (and *cancellable* *interrupts-enabled* (not (logtest *foreign-frames* +frames-to-keep+)))
+    ;; Before the look: who cancels sets it afterwards.
+    (when (fiber-p thread) (clear-fiber-flag thread +to-leave+))
+    (let ((target (what-to-leave thread)))
+      (when target
+        (if (scope-p target) (leave-body target thread) (leave-fiber thread))))))
+
+(defun leave-fiber (fiber)
+  (let ((condition (make-condition 'fiber-cancelled :thread fiber :scope nil)))
+    (set-fiber-flag fiber +told+)
+    (signal condition)
+    (set-fiber-flag fiber +leaving+)
+    (setf (fiber-failure fiber) condition)
+    (throw 'sb-thread::%abort-thread nil)))
+
+(defun leave-body (scope owner)
+  (setf (scope-body scope) :told)
+  (look-again owner)
+  (signal 'fiber-cancelled :thread owner :scope scope)
+  (setf (scope-body scope) :leaving)
+  (throw scope nil))
+
+(defun look-again (thread)
+  "THREAD, which is running, may have something else to leave."
+  (when (fiber-p thread) (set-fiber-flag thread +to-leave+)))
+
+(defun leave-native-wait ()
+  "The interruption of a thread that is to leave the body of a scope."
+  (when *in-native-wait*
+    (with-interrupts (leave-what-is-cancelled *current-thread*))))
+
+(defmacro with-cancellable-native-wait (&body body)
+  "Execute BODY, which waits and has no result that may be lost."
+  `(if (and *scope* (not *in-native-wait*))
+       (let ((*in-native-wait* t))
+         (leave-what-is-cancelled *current-thread*)
+         ,@body)
+       (progn ,@body)))
+
+;;; A child has failed, and its scope knew it before.
+(defun see-failure-of-scope ()
+  "The running thread has found a fiber that has failed: if its own scope is cancelled, that is why."
+  (when *scope* (leave-what-is-cancelled *current-thread*)))
+
+;;;; cancelling
+
+(defun ask-to-leave (thread)
+  "There is something that THREAD is to leave: let it look."
+  (if (fiber-p thread)
+      (without-interruptions ; unwound in between, it would leave THREAD asleep
+        (set-fiber-flag thread +to-leave+)
+        (unpark thread))
+      (ignore-errors (sb-thread:interrupt-thread thread #'leave-native-wait))))
+
+(declaim (ftype (sfunction (fiber) boolean) cancel-fiber))
+(defun cancel-fiber (fiber)
+  "Ask FIBER to leave what it does: in the wait in which it is, or which it begins next, where
+interrupts are on and it is not in WITHOUT-CANCELLATION, FIBER-CANCELLED is signalled, and unless a
+handler prevents that its stack is unwound; cleanup forms may wait. A new fiber that is submitted
+later ends without calling its function. Return true, without waiting for any of that; NIL if FIBER
+has been asked before or has ended."
+  (and (fiber-alive-p fiber)
+       (without-interrupts
+         (when (set-fiber-flag fiber +cancelled+)
+           (ask-to-leave fiber)
+           t))))
+
+(declaim (ftype (sfunction (scope) boolean) cancel-scope))
+(defun cancel-scope (scope)
+  "Ask all fibers of SCOPE, those to come included, and the body of its WITH-FIBERS to leave what
+they do, as CANCEL-FIBER does. If the body is left by that, and no fiber fails, WITH-FIBERS returns
+NIL. In a thread that is no fiber the body hears of it where it waits for a lock, or for another
+thread, and not where it sleeps or reads. May be called from anywhere. Return true, without waiting
+for any of that; NIL if SCOPE was cancelled before, or has been left."
+  (cancel-for :request scope))
+
+(defun cancel-for (reason scope)
+  (without-interrupts ; unwound in between, it would leave some uncancelled
+    (when (and (not (logtest +closed+ (scope-population scope)))
+               (null (cas (scope-reason scope) nil reason)))
+      (cancel-children scope)
+      (when (eq (cas (scope-body scope) :running :wanted) :running)
+        (let ((sb-impl::*deadline* nil))
+          (ask-to-leave (scope-owner scope))))
+      t)))
+
+;;; Each child goes to the end of the chain when it has been cancelled. Those that are added
+;;; meanwhile see that the scope is.
+(defun cancel-children (scope)
+  (loop repeat (scope-alive scope)
+        do (let ((child (next-child scope)))
+             (when child (cancel-fiber (truly-the fiber (child-fiber (truly-the child child))))))))

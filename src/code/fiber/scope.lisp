@@ -1,0 +1,332 @@
+;;;; scopes: fibers that do not outlive a form
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; A scope is made by WITH-FIBERS, whose body its *owner* executes, a fiber or a thread. The fibers
+;;; that SPAWN makes in it are its children. The form is left when all children have ended, however
+;;; it is left; so scopes are a tree, of which each fiber of a scope is a branch, and what is written
+;;; around a form knows that nothing of it goes on behind its back. (Martin Sústrik's structured
+;;; concurrency; the nurseries of Nathaniel J. Smith's Trio; Eio's switches.)
+
+(declaim (type (real (0)) *cancellation-grace*))
+(define-load-time-global *cancellation-grace* 10
+  "After how many seconds, a positive real, by default 10, a scope that waits for fibers which it has
+cancelled warns of those that have not ended. A global variable: it can be set and not be bound.")
+
+(defmethod print-object ((scope scope) stream)
+  (print-unreadable-object (scope stream :type t :identity t)
+    (format stream "~@[~A ~]~D fiber~:P~@[, cancelled: ~(~A~)~]"
+            (scope-name scope) (scope-alive scope) (scope-reason scope))))
+
+;;;; the population
+
+(defun enter-scope (scope)
+  "Count one more child of SCOPE. Return false if it has been left."
+  (loop
+    (let ((old (scope-population scope)))
+      (when (logtest old +closed+) (return nil))
+      (when (= (cas (scope-population scope) old (truly-the word (1+ old))) old)
+        (return t)))))
+
+(defun leave-scope (scope)
+  "One child of SCOPE is no more."
+  (declare (scope scope))
+  (when (= (ldb (byte 32 0) (atomic-decf (scope-population scope))) 1)
+    (with-pinned-objects (scope)
+      (wake-on-word (scope-population-address scope) (ash 1 29)))))
+
+(defun await-children (scope timeout)
+  "Wait until SCOPE has no child, and let it have none any more. Return false if TIMEOUT seconds are
+over before."
+  (let ((deadline (and timeout (seconds-from-now timeout))))
+    (loop
+      (let ((alive (scope-alive scope)))
+        (cond ((/= alive 0)
+               (unless (wait-while-equal scope (scope-population-address scope) alive
+                                         (and deadline (seconds-until deadline)))
+                 (return nil)))
+              ((= 0 (cas (scope-population scope) 0 +closed+)) (return t)))))))
+
+;;;; the life of a child
+
+(defun child-scope-of (fiber)
+  "The scope of which FIBER is a child, or NIL."
+  (let ((child (fiber-child fiber)))
+    (and (child-p child) (truly-the scope (child-scope child)))))
+
+(defun link-child (scope child)
+  (with-tiny-lock ((scope-lock scope))
+    (append-child scope child)
+    nil)
+  (barrier (:memory)) ; what gives the lock back is a plain store
+  (when (scope-reason scope) (cancel-fiber (truly-the fiber (child-fiber child)))))
+
+(defun unlink-child (scope child)
+  (declare (scope scope) (child child))
+  (with-tiny-lock ((scope-lock scope))
+    (remove-child scope child)
+    nil)
+  (leave-scope scope))
+
+(defun failure-of-child (fiber scope)
+  "The condition for which FIBER, which is ending, counts as failed in SCOPE, or NIL."
+  (let ((failure (fiber-failure fiber)))
+    (cond ((listp (fiber-result fiber)) nil)
+          ((typep failure 'fiber-cancelled) nil)
+          (failure)
+          ((scope-reason scope) nil)
+          (t (make-condition 'sb-thread:join-thread-error :thread fiber :problem :abort)))))
+
+(defun report-to-scope (child fiber)
+  "FIBER, the fiber of CHILD, is about to end. With interrupts off."
+  (declare (child child))
+  (let* ((scope (truly-the scope (child-scope child)))
+         (failure (failure-of-child fiber scope))
+         (permits (scope-permits scope)))
+    (when failure
+      (atomic-push (cons fiber failure) (scope-failures scope))
+      (when (eq (scope-on-failure scope) :cancel)
+        (cancel-for :failure scope)))
+    (when permits (sb-thread:signal-semaphore permits))))
+
+(defun end-child (child)
+  "The fiber of CHILD has ended."
+  (declare (child child))
+  (unlink-child (truly-the scope (child-scope child)) child))
+
+;;; Handlers, and debuggers that the fiber has bound itself, come first: what is left is for the
+;;; scope.
+(defun fail-as-child (condition)
+  "Called by INVOKE-DEBUGGER: let the running fiber end because of CONDITION if it is in a scope."
+  (let ((fiber *current-thread*))
+    (when (and (fiber-p fiber)
+               (child-p (fiber-child fiber))
+               (typep condition 'serious-condition)
+               (eq *invoke-debugger-hook* (symbol-global-value '*invoke-debugger-hook*))
+               (eq *debugger-hook* (symbol-global-value '*debugger-hook*)))
+      (setf (fiber-failure fiber) condition)
+      (throw 'sb-thread::%abort-thread nil))))
+
+;;;; spawning
+
+(declaim (ftype (sfunction (t (or symbol function)
+                            &key (:arguments t) (:name t) (:stack-size unsigned-byte)
+                                 (:initial-bindings t))
+                           fiber)
+                spawn))
+(defun spawn (scope function &key arguments name (stack-size *default-stack-size*) initial-bindings)
+  "Make a fiber that calls FUNCTION, a function or the name of one, with ARGUMENTS, a list of
+arguments or one that is no list; let it run, and return it. SCOPE is what WITH-FIBERS has bound its
+variable to: the form is not left before the fiber has ended. If the scope has a limit, wait until
+another of its fibers has ended; if it was cancelled, the fiber ends at once. If SCOPE is NIL the
+fiber belongs to no scope: it runs in the group of the fiber that calls this, or else in the default
+group.
+
+NAME, STACK-SIZE and INITIAL-BINDINGS are as MAKE-FIBER takes them. Signals what MAKE-FIBER and
+SUBMIT-FIBER signal, and a SB-THREAD:THREAD-ERROR if the WITH-FIBERS of SCOPE has been left."
+  (let ((fiber (make-fiber function :arguments arguments :name name :stack-size stack-size
+                                    :initial-bindings initial-bindings)))
+    (cond ((null scope) (submit-fiber (group-for-threads nil) fiber))
+          ((scope-p scope) (add-child scope fiber))
+          (t (error 'simple-type-error :datum scope :expected-type '(or scope null)
+                    :format-control "~@<~S is not a scope; WITH-FIBERS binds a variable to one.~:@>"
+                    :format-arguments (list scope))))))
+
+(defun add-child (scope fiber)
+  (let ((permits (scope-permits scope))
+        (added nil))
+    (without-interrupts ; a fiber that is counted and not submitted would be waited for
+      (when permits (allow-with-interrupts (sb-thread:wait-on-semaphore permits)))
+      (unwind-protect
+           (setf added (and (enter-scope scope) (submit-child scope fiber)))
+        (unless (or added (null permits)) (sb-thread:signal-semaphore permits)))
+      (unless added
+        (misuse fiber "~@<~S cannot run in ~S, which has been left.~:@>" fiber scope)))
+    fiber))
+
+(defun submit-child (scope fiber)
+  (let ((child (make-child scope fiber))
+        (done nil))
+    (setf (fiber-start fiber) (list (fiber-function fiber) (fiber-initial-bindings fiber) child))
+    (link-child scope child)
+    (unwind-protect (progn (submit-fiber (scope-group scope) fiber)
+                           (setf done t))
+      (unless done (unlink-child scope child)))))
+
+;;;; the form
+
+(define-condition scope-failed (error)
+  ((scope :initarg :scope :reader scope-failed-scope)
+   (failures :initarg :failures :reader %scope-failures))
+  (:report (lambda (condition stream)
+             (destructuring-bind ((fiber . cause) . others) (%scope-failures condition)
+               (format stream "~S failed: ~S ended with~%~@<  ~@;~A~:>~
+                               ~:{~%and ~S with~%~@<  ~@;~A~:>~}"
+                       (scope-failed-scope condition) fiber cause
+                       (loop for (fiber . cause) in others collect (list fiber cause))))))
+  (:documentation "The error that WITH-FIBERS signals if fibers of it were ended by errors that
+nothing handled. SCOPE-FAILED-CAUSE returns the first of these, SCOPE-FAILED-SUPPRESSED a list of the
+others, SCOPE-FAILED-SCOPE the scope."))
+
+(defun scope-failed-cause (condition)
+  "Return the condition that ended the first fiber of those which CONDITION, a SCOPE-FAILED, is
+about."
+  (cdr (first (%scope-failures condition))))
+
+(defun scope-failed-suppressed (condition)
+  "Return a list of the conditions that ended the other fibers which CONDITION, a SCOPE-FAILED, is
+about, in the order in which they ended."
+  (mapcar #'cdr (rest (%scope-failures condition))))
+
+(define-condition scope-timeout (timeout)
+  ((scope :initarg :scope :reader scope-timeout-scope)
+   (seconds :initarg :seconds :reader scope-timeout-seconds))
+  (:report (lambda (condition stream)
+             (format stream "~@<~S was not done in ~A second~:P.~:@>"
+                     (scope-timeout-scope condition) (scope-timeout-seconds condition))))
+  (:documentation "The condition, a TIMEOUT, that WITH-FIBERS signals if its deadline came before it
+was done. SCOPE-TIMEOUT-SCOPE returns the scope, SCOPE-TIMEOUT-SECONDS what the deadline was."))
+
+(defmacro with-fibers ((scope &key limit deadline (on-failure :cancel) name group) &body body)
+  "Execute BODY with the variable SCOPE bound to a new scope, in which SPAWN makes fibers. Wait until
+all of them have ended, and return BODY's values.
+
+If BODY is left otherwise, by an error, a throw or an interruption, the fibers are cancelled, and the
+exit goes on when they have ended. If a fiber is ended by an error that nothing handles, the others
+and BODY are cancelled, and when all have ended SCOPE-FAILED is signalled; if ON-FAILURE is :COLLECT,
+instead of :CANCEL, nothing is cancelled, and it is signalled when all are done. Fibers that have not
+ended *CANCELLATION-GRACE* seconds after they were cancelled are warned of, and waited for.
+
+At most LIMIT fibers run at a time, a positive integer, or any number if it is NIL: SPAWN waits for
+the next to end. If DEADLINE seconds, a positive real or NIL, are over before all is done, that is
+cancelled, and SCOPE-TIMEOUT signalled. NAME is a string designator, for printing. GROUP, what
+START-FIBERS returned or T for the default group, runs the fibers; by default that is the group of
+the fiber that executes this, or else the default group, which is started if there is none. Signals a
+TYPE-ERROR if one of these is something else."
+  (with-unique-names (function)
+    `(dx-flet ((,function (,scope) (declare (ignorable ,scope)) ,@body))
+       (call-with-scope #',function :limit ,limit :deadline ,deadline :on-failure ,on-failure
+                                    :name ,name :group ,group))))
+
+(defun group-of-scope (group)
+  (cond (group (group-argument group))
+        ((in-fiber-p) (fiber-group (truly-the fiber *current-thread*)))
+        (t (or *default-group* (start-fibers)))))
+
+(defun check-scope-arguments (limit deadline on-failure)
+  (flet ((check (datum type control)
+           (unless (typep datum type)
+             (error 'simple-type-error :datum datum :expected-type type
+                    :format-control control :format-arguments (list datum)))))
+    (check limit '(or null (integer 1))
+           "~@<The limit ~S of a scope is neither NIL nor a positive integer.~:@>")
+    (check deadline '(or null (real (0)))
+           "~@<The deadline ~S of a scope is neither NIL nor a positive number of seconds.~:@>")
+    (check on-failure '(member :cancel :collect)
+           "~@<~S does not say what becomes of a scope when a fiber fails; :CANCEL and :COLLECT ~
+            do.~:@>")))
+
+(defun make-scope (limit name group on-failure)
+  (%make-scope (and name (string name))
+               (group-of-scope group)
+               (and limit (sb-thread:make-semaphore :name "limit of a scope" :count limit))
+               on-failure *current-thread* *scope*))
+
+(defun call-with-scope (function &key limit deadline on-failure name group)
+  (declare (function function))
+  (check-scope-arguments limit deadline on-failure)
+  (let ((scope (make-scope limit name group on-failure))
+        (values '())
+        (joined nil)
+        (left nil))
+    (without-interrupts
+      (enter-tree scope)
+      (unwind-protect
+           (let ((watch (and deadline (watch-deadline scope deadline))))
+             (unwind-protect
+                  (with-local-interrupts
+                    (catch scope
+                      (let ((*scope* scope))
+                        (setf values (multiple-value-list (funcall function scope)))
+                        (await-children scope nil)
+                        (setf joined t)))
+                    (setf left t))
+               (when watch (cancel-fiber watch))))
+        (setf (scope-body scope) :left)
+        (look-again *current-thread*) ; what it heard nothing of while it left the body
+        (unless joined (end-children scope))
+        (leave-tree scope)
+        (unless left (report-lost-failures scope))))
+    (signal-failures scope deadline)
+    (values-list values)))
+
+(defun watch-deadline (scope seconds)
+  "A fiber that cancels SCOPE after SECONDS unless it is cancelled before."
+  (submit-fiber (scope-group scope)
+                (make-fiber (lambda ()
+                              (sleep seconds)
+                              (cancel-for :deadline scope))
+                            :name "deadline of a scope")))
+
+;;; With interrupts off.
+(defun end-children (scope)
+  "Cancel the children of SCOPE, whose body is being left, and wait for their end."
+  (cancel-for :exit scope)
+  (let ((*cancellable* nil)
+        (sb-impl::*deadline* nil))
+    (unless (await-children scope *cancellation-grace*)
+      (warn-of-lingering-children scope)
+      ;; From now on the user can leave them behind.
+      (with-interrupts (await-children scope nil)))))
+
+(defun warn-of-lingering-children (scope)
+  (let ((children (children-of-scope scope)))
+    (reported-p (lambda ()
+                  (format *error-output*
+                          "~&~@<WARNING: ~S was cancelled more than ~A s ago, and waits for ~
+                           ~D fiber~:P yet: ~2I~_~{~S~^, ~_~}~@[ and ~D more~]~:>~%"
+                          scope *cancellation-grace* (length children)
+                          (subseq children 0 (min 10 (length children)))
+                          (and (> (length children) 10) (- (length children) 10)))))))
+
+(defun report-lost-failures (scope)
+  "The form of SCOPE is left by an exit of its body: its failures are not signalled."
+  (loop for (fiber . failure) in (reverse (scope-failures scope))
+        do (reported-p (lambda ()
+                         (format *error-output*
+                                 "~&~@<~S, in ~S, which was left meanwhile, ended with: ~2I~_~A~:>~%"
+                                 fiber scope failure)))))
+
+(defun signal-failures (scope deadline)
+  (let ((failures (reverse (scope-failures scope))))
+    (cond ((eq (scope-reason scope) :deadline)
+           (report-lost-failures scope)
+           (error 'scope-timeout :scope scope :seconds deadline))
+          (failures
+           (error 'scope-failed :scope scope :failures failures)))))
+
+;;;; the tree
+
+(defun enter-tree (scope)
+  "The owner of SCOPE begins to execute its body."
+  (let ((child (child-of-owner scope)))
+    (when child (setf (child-inner child) scope))))
+
+(defun leave-tree (scope)
+  (let ((child (child-of-owner scope)))
+    (when child (setf (child-inner child) (scope-outer scope)))))
+
+(defun child-of-owner (scope)
+  (let ((owner (scope-owner scope)))
+    (when (fiber-p owner)
+      (let ((child (fiber-child owner)))
+        (and (child-p child) (truly-the child child))))))
