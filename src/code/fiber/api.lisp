@@ -148,6 +148,8 @@ mailbox waits by a semaphore, that is told which the code of the fiber itself kn
     for the end of a fiber or another thread
   (:GROUP GROUP)
     in FINISH-FIBERS
+  (:SCOPE SCOPE)
+    for the end of the fibers of a scope
   (:CALL-BLOCKING FUNCTION)
     until a thread has called a function"
   (let ((phase (fiber-phase-only fiber)))

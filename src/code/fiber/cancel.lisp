@@ -122,14 +122,19 @@
         while child collect (child-fiber (truly-the child child))))
 
 (define-condition fiber-cancelled (serious-condition)
-  ((thread :initarg :thread :reader fiber-cancelled-thread)
-   (scope :initarg :scope :reader fiber-cancelled-scope))
+  ((thread :initarg :thread :reader cancelled-thread)
+   (scope :initarg :scope :reader cancelled-scope))
   (:report (lambda (condition stream)
              (format stream "~@<~S is to leave ~:[what it does~;~:*~S~].~:@>"
-                     (fiber-cancelled-thread condition) (fiber-cancelled-scope condition))))
+                     (cancelled-thread condition) (cancelled-scope condition))))
   (:documentation "Signalled in a wait of a fiber that was cancelled, or of the body of a scope that
 was. A handler may do what is to be done before the stack is unwound. It may also leave the wait for
 some place of its own: then that is all that comes of it."))
+
+(defun fiber-cancelled-scope (condition)
+  "Return the scope whose body is to be left, by CONDITION, a FIBER-CANCELLED, or NIL if it is a
+fiber that is to end."
+  (cancelled-scope condition))
 
 (defmacro without-cancellation (&body body)
   "Execute BODY such that no wait in it is cancelled, and return its values. What was cancelled

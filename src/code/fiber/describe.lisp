@@ -70,6 +70,7 @@ cycle counters of two processors do not agree."
              "Pinned" (and (fiber-home fiber) t)
              "Carrier" (fiber-carrier fiber)
              "Group" (fiber-group fiber)
+             "Scope" (child-scope-of fiber)
              "Control stack" (or (stack-in-use fiber)
                                  (format nil "~D bytes" (fiber-stack-size fiber)))
              "Function" (and (eq state :new) (fiber-function fiber))
@@ -77,6 +78,40 @@ cycle counters of two processors do not agree."
              "Interruptions to come" (length (fiber-interruptions fiber))
              "Values" (and (eq state :finished) result)
              "Ended by" (fiber-failure fiber)))))
+
+;;; The scopes whose bodies a fiber executes, the outermost first.
+(defun scopes-of-child (fiber)
+  (let ((child (fiber-child fiber)) (scopes '()))
+    (when (child-p child)
+      (loop for scope = (child-inner child) then (scope-outer scope)
+            while (and scope (eq (scope-owner scope) fiber))
+            do (push scope scopes)))
+    scopes))
+
+(defun scope-tree (scope)
+  "The fibers of SCOPE; one that executes bodies of scopes is in a list, with what these have."
+  (let ((fibers (children-of-scope scope)))
+    (append (loop for fiber in (subseq fibers 0 (min 100 (length fibers)))
+                  for scopes = (scopes-of-child fiber)
+                  collect (if scopes
+                              (cons fiber (loop for inner in scopes
+                                                collect (cons inner (scope-tree inner))))
+                              fiber))
+            (when (> (length fibers) 100)
+              (list (format nil "and ~D more" (- (length fibers) 100)))))))
+
+(defun scope-facts (scope)
+  (facts "Name" (scope-name scope)
+         "Body executed by" (scope-owner scope)
+         "Body" (scope-body scope)
+         "Inside of" (scope-outer scope)
+         "Group" (scope-group scope)
+         "May yet be added" (let ((permits (scope-permits scope)))
+                              (and permits (sb-thread:semaphore-count permits)))
+         "Cancelled for" (scope-reason scope)
+         "Failures" (scope-failures scope)
+         "Fibers alive" (scope-alive scope)
+         "Fibers" (scope-tree scope)))
 
 (defun group-facts (group)
   (destructuring-bind (&key carriers spares threads fibers switches steals stuck-now stuck-ever)
@@ -138,6 +173,7 @@ cycle counters of two processors do not agree."
                   (values ,(format nil "The object is ~A.~%" article) t (,function object))))))
   (def fiber fiber-facts "a fiber")
   (def fiber-group group-facts "a group of fibers")
+  (def scope scope-facts "the scope of some fibers")
   (def scheduler scheduler-facts "the scheduler of a carrier")
   (def carrier carrier-facts "a carrier of fibers")
   (def deadline-heap heap-facts "the deadlines of a scheduler"))

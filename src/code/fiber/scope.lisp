@@ -165,17 +165,19 @@ SUBMIT-FIBER signal, and a SB-THREAD:THREAD-ERROR if the WITH-FIBERS of SCOPE ha
 ;;;; the form
 
 (define-condition scope-failed (error)
-  ((scope :initarg :scope :reader scope-failed-scope)
+  ((scope :initarg :scope :reader failed-scope)
    (failures :initarg :failures :reader %scope-failures))
   (:report (lambda (condition stream)
-             (destructuring-bind ((fiber . cause) . others) (%scope-failures condition)
-               (format stream "~S failed: ~S ended with~%~@<  ~@;~A~:>~
-                               ~:{~%and ~S with~%~@<  ~@;~A~:>~}"
-                       (scope-failed-scope condition) fiber cause
-                       (loop for (fiber . cause) in others collect (list fiber cause))))))
+             (format stream "~S failed." (failed-scope condition))
+             (loop for (fiber . cause) in (%scope-failures condition)
+                   do (format stream "~%~S ended with~%~@<  ~@;~A~:>" fiber cause))))
   (:documentation "The error that WITH-FIBERS signals if fibers of it were ended by errors that
 nothing handled. SCOPE-FAILED-CAUSE returns the first of these, SCOPE-FAILED-SUPPRESSED a list of the
 others, SCOPE-FAILED-SCOPE the scope."))
+
+(defun scope-failed-scope (condition)
+  "Return the scope that CONDITION, a SCOPE-FAILED, is about."
+  (failed-scope condition))
 
 (defun scope-failed-cause (condition)
   "Return the condition that ended the first fiber of those which CONDITION, a SCOPE-FAILED, is
@@ -188,13 +190,17 @@ about, in the order in which they ended."
   (mapcar #'cdr (rest (%scope-failures condition))))
 
 (define-condition scope-timeout (timeout)
-  ((scope :initarg :scope :reader scope-timeout-scope)
-   (seconds :initarg :seconds :reader scope-timeout-seconds))
+  ((scope :initarg :scope :reader late-scope)
+   (seconds :initarg :seconds :reader late-scope-seconds))
   (:report (lambda (condition stream)
              (format stream "~@<~S was not done in ~A second~:P.~:@>"
-                     (scope-timeout-scope condition) (scope-timeout-seconds condition))))
+                     (late-scope condition) (late-scope-seconds condition))))
   (:documentation "The condition, a TIMEOUT, that WITH-FIBERS signals if its deadline came before it
-was done. SCOPE-TIMEOUT-SCOPE returns the scope, SCOPE-TIMEOUT-SECONDS what the deadline was."))
+was done. SCOPE-TIMEOUT-SCOPE returns the scope."))
+
+(defun scope-timeout-scope (condition)
+  "Return the scope that CONDITION, a SCOPE-TIMEOUT, is about."
+  (late-scope condition))
 
 (defmacro with-fibers ((scope &key limit deadline (on-failure :cancel) name group) &body body)
   "Execute BODY with the variable SCOPE bound to a new scope, in which SPAWN makes fibers. Wait until

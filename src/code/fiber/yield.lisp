@@ -21,9 +21,25 @@
       (see-interruptions fiber)
       (when (deadline-passed-p deadline) (return)))))
 
-(defun sleep-in-fiber (nanoseconds)
-  "What SLEEP does in a fiber."
-  (park-until (nanoseconds-from-now nanoseconds)))
+;;; nanosleep(2) would not be left when the body of a scope is cancelled.
+(defun sleep-here-p ()
+  "Called by SLEEP: is SLEEP-HERE to be called instead of the kernel?"
+  (or (park-or-announce)
+      (and *scope* (not (in-fiber-p)))))
+
+(defun sleep-here (nanoseconds)
+  (let ((deadline (nanoseconds-from-now nanoseconds)))
+    (if (in-fiber-p)
+        (park-until deadline)
+        (sleep-natively deadline))))
+
+(defun sleep-natively (deadline)
+  "Wait, in a thread, for a word that nobody changes."
+  (let ((word (make-array 1 :element-type 'word)))
+    (declare (dynamic-extent word))
+    (loop until (deadline-passed-p deadline)
+          do (multiple-value-call #'wait-natively (sap-int (vector-sap word)) 0
+               (time-left deadline)))))
 
 ;;; A yield when no other fiber is queued costs a look around, which is more than a call: it is put
 ;;; off.
