@@ -117,9 +117,11 @@
 
 (defun children-of-scope (scope)
   "A list of the fibers of SCOPE that have not ended, or had not a moment ago."
-  (loop repeat (scope-alive scope)
-        for child = (next-child scope)
-        while child collect (child-fiber (truly-the child child))))
+  (let ((fibers '()))
+    (loop repeat (scope-alive scope) ; one of which may have yet to be linked
+          do (let ((child (next-child scope)))
+               (when child (pushnew (child-fiber (truly-the child child)) fibers))))
+    fibers))
 
 (define-condition fiber-cancelled (serious-condition)
   ((thread :initarg :thread :reader cancelled-thread)

@@ -75,7 +75,9 @@
   (let ((group (truly-the fiber-group (fiber-group fiber)))
         (child (fiber-child fiber)))
     (leave-session fiber)
-    (when child (report-to-scope child fiber))
+    (when child
+      ;; No interruption, and no cancellation: there is nothing left to which it could unwind.
+      (without-interrupts (report-to-scope child fiber)))
     (set-home fiber nil)
     (declare-dead fiber)
     (when child (end-child child))

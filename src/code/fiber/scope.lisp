@@ -87,7 +87,7 @@ over before."
           (t (make-condition 'sb-thread:join-thread-error :thread fiber :problem :abort)))))
 
 (defun report-to-scope (child fiber)
-  "FIBER, the fiber of CHILD, is about to end. With interrupts off."
+  "FIBER, the fiber of CHILD, is about to end."
   (declare (child child))
   (let* ((scope (truly-the scope (child-scope child)))
          (failure (failure-of-child fiber scope))
