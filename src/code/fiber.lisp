@@ -60,6 +60,7 @@
 ;;;;   api            a fiber from its making to its end, as users see it
 ;;;;   group          groups of carriers, as users see them
 ;;;;   scope          fibers that do not outlive a form
+;;;;   parallel       what is made of scopes: calls in parallel, races, periodic work
 ;;;;   inspect        looking at fibers from outside: printing, lists, backtraces, bindings
 ;;;;   debug          errors that nothing handles, the foreground, Ctrl-C
 ;;;;   exit           the end of the process, and others made from it: EXIT, fork, saving

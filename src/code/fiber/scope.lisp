@@ -67,7 +67,6 @@ over before."
   (with-tiny-lock ((scope-lock scope))
     (append-child scope child)
     nil)
-  (barrier (:memory)) ; what gives the lock back is a plain store
   (when (scope-reason scope) (cancel-fiber (truly-the fiber (child-fiber child)))))
 
 (defun unlink-child (scope child)
