@@ -110,6 +110,15 @@
                 (nth-value 1 (socket-name socket)))
       (socket-close socket))))
 
+(defun call-with-text-in-file (function text name)
+  (let* ((directory (make-temporary-directory)) (path (format nil "~A/~A" directory name)))
+    (unwind-protect (progn (with-open-file (out path :direction :output) (write-string text out))
+                           (funcall function path))
+      (sb-ext:delete-directory directory :recursive t))))
+
+(defmacro with-text-in-file ((path text name) &body body)
+  `(call-with-text-in-file (lambda (,path) ,@body) ,text ,name))
+
 ;;;; The basics
 
 (defparameter *sum-of-squares* (loop for n below 10000 sum (* n n)))
@@ -124,10 +133,27 @@
 (example slow-square "(defun slow-square"
   (is (eql *sum-of-squares* (second (run-text text)))))
 
+;;;; Scopes
+
+(example lengths "(defun lengths (files)"
+  (run-text text)
+  (with-text-in-file (first "12345" "first")
+    (with-text-in-file (second "123" "second")
+      (is (equal '(5 3) (call "LENGTHS" (list first second))))
+      (is (eq :failed (handler-case (call "LENGTHS" (list first "/no such file" second))
+                        (scope-failed (condition)
+                          (and (typep (scope-failed-cause condition) 'file-error) :failed))))))
+    (finish-fibers t)))
+
+(example first-answer "(defun first-answer"
+  (is (equal '(42 (1 2 3)) (rest (run-text text))))
+  (finish-fibers t))
+
 ;;;; Channels
 
 (example total-words "(defun total-words"
-  (is (eql 5 (first (last (run-text text))))))
+  (is (eql 5 (first (last (run-text text)))))
+  (finish-fibers t))
 
 (example relay "(defun relay"
   (run-text text)
@@ -354,15 +380,6 @@
   "A command line that runs the script at PATH with this Lisp."
   (list (sb-ext:native-namestring sb-ext:*runtime-pathname*) "--core"
         (sb-ext:native-namestring sb-ext:*core-pathname*) "--script" path))
-
-(defun call-with-text-in-file (function text name)
-  (let* ((directory (make-temporary-directory)) (path (format nil "~A/~A" directory name)))
-    (unwind-protect (progn (with-open-file (out path :direction :output) (write-string text out))
-                           (funcall function path))
-      (sb-ext:delete-directory directory :recursive t))))
-
-(defmacro with-text-in-file ((path text name) &body body)
-  `(call-with-text-in-file (lambda (,path) ,@body) ,text ,name))
 
 (defun answer-of-server (port)
   "The last line that the server at PORT answers, or NIL if it does not listen yet."

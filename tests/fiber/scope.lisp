@@ -326,7 +326,7 @@
                   (note notes :not-reached))))
       (is (equal '(:between :cleaned) (flag-notes notes))))))
 
-(test scopes-of-children
+(test scopes-of-fiberren
   (in-owners (group)
     (let ((cleaned (make-flag)))
       (with-fibers (outer :group group)
@@ -339,7 +339,7 @@
                                                              (count-one cleaned)))))
                      (count-one cleaned))))
         (wait-until (= 25 (loop for fiber in (sb-fiber::children-of-scope outer)
-                                sum (loop for inner in (sb-fiber::scopes-of-child fiber)
+                                sum (loop for inner in (sb-fiber::scopes-of-fiber fiber)
                                           sum (count :parked (sb-fiber::children-of-scope inner)
                                                      :key #'fiber-state)))))
         (cancel-scope outer))

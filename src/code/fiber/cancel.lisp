@@ -15,8 +15,8 @@
 ;;; before it begins or instead of going on, where interrupts are on: FIBER-CANCELLED is signalled,
 ;;; and if no handler leaves the wait it is unwound, a fiber to its end, a body to its scope. A wait
 ;;; that has got what it was for is not cancelled: so no wake-up and no message is lost by it. It is
-;;; heard once; cleanup forms wait undisturbed. INTERRUPT-FIBER and TERMINATE-FIBER may strike
-;;; between any two instructions instead.
+;;; heard once; the cleanup forms that run for it wait undisturbed. INTERRUPT-FIBER and
+;;; TERMINATE-FIBER may strike between any two instructions instead.
 ;;;
 ;;; What is true when nobody is inside:
 ;;;  - the low half of POPULATION counts the children that have not ended, on which the owner waits;
@@ -29,11 +29,12 @@
 ;;;     BODY                    move by
 ;;;     :RUNNING -> :WANTED     who cancels the scope (then the owner is woken)
 ;;;     :WANTED  -> :TOLD       the owner, which signals FIBER-CANCELLED
-;;;     :TOLD    -> :LEAVING    the owner: no handler wanted that. It unwinds
+;;;     any      -> :LEAVING    the owner: no handler wanted that, and it unwinds, to there or further
 ;;;     any      -> :LEFT       the owner, which has left the body by whatever way
 ;;;
 ;;; Of a fiber itself the same is told by flags: +CANCELLED+, +TOLD+, +LEAVING+. Of several things
-;;; that are to be left the outermost is; while one is being left, nothing else is heard.
+;;; that are to be left the outermost is, of those inside what is being left already: scopes that a
+;;; cleanup form has made.
 
 ;;; The innermost scope whose body is being executed.
 (sb-impl:define-thread-local *scope* nil)
@@ -41,9 +42,13 @@
 ;;; NIL where nothing is cancelled.
 (sb-impl:define-thread-local *cancellable* t)
 
-;;; True in a thread, no fiber, that waits: it is sent an interruption, which looks at this.
+;;; How many signal contexts there are, where a thread, no fiber, waits: it is sent an interruption,
+;;; which looks whether it is on top of the wait, and not of something that has interrupted that. NIL
+;;; elsewhere.
 (sb-impl:define-thread-local *in-native-wait* nil)
 
+;;; What a fiber is in a scope. One that executes the body of a scope and belongs to none has such an
+;;; object, too, for the slot INNER.
 (defstruct (child (:constructor make-child (scope fiber))
                   (:copier nil))
   (scope nil :type t :read-only t)
@@ -117,11 +122,17 @@
 
 (defun children-of-scope (scope)
   "A list of the fibers of SCOPE that have not ended, or had not a moment ago."
-  (let ((fibers '()))
-    (loop repeat (scope-alive scope) ; one of which may have yet to be linked
-          do (let ((child (next-child scope)))
-               (when child (pushnew (child-fiber (truly-the child child)) fibers))))
-    fibers))
+  (let* ((n (scope-alive scope))        ; some may have yet to be linked
+         (fibers (make-array n :initial-element nil)))
+    (with-tiny-lock ((scope-lock scope)) ; not by NEXT-CHILD: CANCEL-CHILDREN would miss some
+      (let ((child (scope-first scope)) (i 0))
+        (declare (type index i))
+        (loop until (or (null child) (= i n))
+              do (setf (svref fibers i) (child-fiber (truly-the child child))
+                       child (child-next (truly-the child child)))
+                 (incf i)))
+      nil)
+    (coerce (remove nil fibers) 'list)))
 
 (define-condition fiber-cancelled (serious-condition)
   ((thread :initarg :thread :reader cancelled-thread)
@@ -153,21 +164,31 @@ meanwhile is left by the first wait after that."
   "Called by FIBER before a wait, and when it has been woken for nothing."
   (when (to-leave-p fiber) (leave-what-is-cancelled fiber)))
 
+(defmacro do-own-scopes ((scope thread) &body body)
+  "Execute BODY with each SCOPE whose body THREAD, which is running, executes, the innermost first."
+  `(loop for ,scope = *scope* then (scope-outer ,scope)
+         while (and ,scope (eq (scope-owner (truly-the scope ,scope)) ,thread))
+         do (let ((,scope (truly-the scope ,scope))) ,@body)))
+
 (defun what-to-leave (thread)
-  "The outermost scope whose body THREAD, which is running, is to leave, or THREAD itself; NIL if
-there is none, or it is leaving one."
+  "The outermost scope whose body THREAD, which is running, is to leave, or THREAD itself, but
+nothing outside of what it is leaving; NIL if there is none."
   (let ((target nil))
-    (loop for scope = *scope* then (scope-outer (truly-the scope scope))
-          while (and scope (eq (scope-owner (truly-the scope scope)) thread))
-          do (case (scope-body (truly-the scope scope))
-               (:wanted (setf target scope))
-               (:leaving (return-from what-to-leave nil))))
-    (if (fiber-p thread)
-        (let ((flags (fiber-flags thread)))
-          (cond ((logtest +leaving+ flags) nil)
-                ((= (logand (logior +cancelled+ +told+) flags) +cancelled+) thread)
-                (t target)))
+    (do-own-scopes (scope thread)
+      (case (scope-body scope)
+        (:wanted (setf target scope))
+        (:leaving (return-from what-to-leave target))))
+    (if (and (fiber-p thread)
+             (= (logand (logior +cancelled+ +told+ +leaving+) (fiber-flags thread)) +cancelled+))
+        thread
         target)))
+
+(defun begin-to-leave (thread target)
+  "THREAD, which is running, is about to be unwound to TARGET, one of its scopes, or to its end."
+  (do-own-scopes (scope thread)
+    (setf (scope-body scope) :leaving)
+    (when (eq scope target) (return-from begin-to-leave nil)))
+  (when (fiber-p thread) (set-fiber-flag thread +leaving+)))
 
 (defun leave-what-is-cancelled (thread)
   "If THREAD, which is running, is to leave something, and can here, do it."
@@ -181,17 +202,22 @@ there is none, or it is leaving one."
 (defun leave-fiber (fiber)
   (let ((condition (make-condition 'fiber-cancelled :thread fiber :scope nil)))
     (set-fiber-flag fiber +told+)
-    (signal condition)
-    (set-fiber-flag fiber +leaving+)
+    (look-again fiber)
+    (tell condition)
+    (begin-to-leave fiber nil)
     (setf (fiber-failure fiber) condition)
     (throw 'sb-thread::%abort-thread nil)))
 
 (defun leave-body (scope owner)
   (setf (scope-body scope) :told)
   (look-again owner)
-  (signal 'fiber-cancelled :thread owner :scope scope)
-  (setf (scope-body scope) :leaving)
+  (tell (make-condition 'fiber-cancelled :thread owner :scope scope))
+  (begin-to-leave owner scope)
   (throw scope nil))
+
+(defun tell (condition)
+  (let ((*in-native-wait* nil)) ; what handlers do is not the wait
+    (signal condition)))
 
 (defun look-again (thread)
   "THREAD, which is running, may have something else to leave."
@@ -199,13 +225,13 @@ there is none, or it is leaving one."
 
 (defun leave-native-wait ()
   "The interruption of a thread that is to leave the body of a scope."
-  (when *in-native-wait*
+  (when (eql *in-native-wait* (1- *free-interrupt-context-index*))
     (with-interrupts (leave-what-is-cancelled *current-thread*))))
 
 (defmacro with-cancellable-native-wait (&body body)
   "Execute BODY, which waits and has no result that may be lost."
-  `(if (and *scope* (not *in-native-wait*))
-       (let ((*in-native-wait* t))
+  `(if *scope*
+       (let ((*in-native-wait* *free-interrupt-context-index*))
          (leave-what-is-cancelled *current-thread*)
          ,@body)
        (progn ,@body)))
@@ -229,9 +255,10 @@ there is none, or it is leaving one."
 (defun cancel-fiber (fiber)
   "Ask FIBER to leave what it does: in the wait in which it is, or which it begins next, where
 interrupts are on and it is not in WITHOUT-CANCELLATION, FIBER-CANCELLED is signalled, and unless a
-handler prevents that its stack is unwound; cleanup forms may wait. A new fiber that is submitted
-later ends without calling its function. Return true, without waiting for any of that; NIL if FIBER
-has been asked before or has ended."
+handler prevents that its stack is unwound; cleanup forms may wait. Where a fiber must not leave its
+carrier it hears of nothing. A new fiber that is submitted later ends without calling its function.
+Return true, without waiting for any of that; NIL if FIBER has been asked before or has ended."
+  (ensure-waking-room 3072)
   (and (fiber-alive-p fiber)
        (without-interrupts
          (when (set-fiber-flag fiber +cancelled+)
@@ -241,13 +268,15 @@ has been asked before or has ended."
 (declaim (ftype (sfunction (scope) boolean) cancel-scope))
 (defun cancel-scope (scope)
   "Ask all fibers of SCOPE, those to come included, and the body of its WITH-FIBERS to leave what
-they do, as CANCEL-FIBER does. If the body is left by that, and no fiber fails, WITH-FIBERS returns
-NIL. In a thread that is no fiber the body hears of it where it waits for a lock, or for another
-thread, and not where it sleeps or reads. May be called from anywhere. Return true, without waiting
-for any of that; NIL if SCOPE was cancelled before, or has been left."
+they do, as CANCEL-FIBER does. WITH-FIBERS returns NIL if its body was left by that, and the values
+of the body if that had returned, unless a fiber fails. In a thread that is no fiber the body hears
+of it where it waits for a lock, or for another thread, or sleeps, and not where it reads or writes.
+May be called from anywhere. Return true, without waiting for any of that; NIL if SCOPE was cancelled
+before, or has been left."
   (cancel-for :request scope))
 
 (defun cancel-for (reason scope)
+  (ensure-waking-room 6144)
   (without-interrupts ; unwound in between, it would leave some uncancelled
     (when (and (not (logtest +closed+ (scope-population scope)))
                (null (cas (scope-reason scope) nil reason)))

@@ -118,6 +118,7 @@ the restarts that there are now."
   "End the running fiber because of CONDITION, which nothing has handled."
   (let ((fiber (truly-the fiber *current-thread*)))
     (report-failure fiber condition)
+    (begin-to-leave fiber nil)
     (setf (fiber-failure fiber) condition)
     (throw 'sb-thread::%abort-thread nil)))
 
@@ -157,7 +158,8 @@ the restarts that there are now."
   (flet ((give-up (&rest arguments)
            (declare (ignore arguments))
            (return-from reported-p nil)))
-    (let ((*invoke-debugger-hook* #'give-up)) ; BREAK is no condition that is signalled as an error
+    (let ((*cancellable* nil)
+          (*invoke-debugger-hook* #'give-up)) ; BREAK is no condition that is signalled as an error
       (handler-bind ((serious-condition #'give-up))
         (make-room-to-report)           ; again, if a part of the report has used it up
         (with-standard-io-syntax

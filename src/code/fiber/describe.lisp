@@ -79,20 +79,11 @@ cycle counters of two processors do not agree."
              "Values" (and (eq state :finished) result)
              "Ended by" (fiber-failure fiber)))))
 
-;;; The scopes whose bodies a fiber executes, the outermost first.
-(defun scopes-of-child (fiber)
-  (let ((child (fiber-child fiber)) (scopes '()))
-    (when (child-p child)
-      (loop for scope = (child-inner child) then (scope-outer scope)
-            while (and scope (eq (scope-owner scope) fiber))
-            do (push scope scopes)))
-    scopes))
-
 (defun scope-tree (scope)
   "The fibers of SCOPE; one that executes bodies of scopes is in a list, with what these have."
   (let ((fibers (children-of-scope scope)))
     (append (loop for fiber in (subseq fibers 0 (min 100 (length fibers)))
-                  for scopes = (scopes-of-child fiber)
+                  for scopes = (scopes-of-fiber fiber)
                   collect (if scopes
                               (cons fiber (loop for inner in scopes
                                                 collect (cons inner (scope-tree inner))))

@@ -68,8 +68,9 @@
   (sb-thread:abort-thread :allow-exit t))
 
 (defun follows-from-exit-p (condition)
-  (and (typep condition 'sb-thread:join-thread-error)
-       (fiber-p (sb-thread:thread-error-thread condition))))
+  (typecase condition
+    (sb-thread:join-thread-error (fiber-p (sb-thread:thread-error-thread condition)))
+    (scope-failed (every #'follows-from-exit-p (mapcar #'cdr (%scope-failures condition))))))
 
 ;;; A child made by fork would have the fibers, and no carriers. So would a saved image: carriers
 ;;; are ephemeral threads, which SAVE-LISP-AND-DIE expects to be able to stop, but it cannot know

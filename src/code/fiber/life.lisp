@@ -28,7 +28,9 @@
         (setq *interrupts-enabled* nil)))
     ;; Also if the stack was lost on the way: others wait for the end that this fiber has begun.
     (when *exit-in-progress* (exit-by-thread))
-    (when (eq (fiber-failure fiber) t) (report-loss fiber))
+    (when (eq (fiber-failure fiber) t)
+      (report-loss fiber)
+      (end-scopes-of-lost-stack fiber))
     (end-fiber fiber)))
 
 (defun report-loss (fiber)
@@ -73,11 +75,11 @@
 ;;; comes after concerns only the carrier and the stack.
 (defun end-fiber (fiber)
   (let ((group (truly-the fiber-group (fiber-group fiber)))
-        (child (fiber-child fiber)))
+        (child (and (child-scope-of fiber) (fiber-child fiber))))
+    ;; No interruption or error in here: there is nothing left to which it could unwind.
+    (setf (fiber-start fiber) nil)
     (leave-session fiber)
-    (when child
-      ;; No interruption, and no cancellation: there is nothing left to which it could unwind.
-      (without-interrupts (report-to-scope child fiber)))
+    (when child (without-interrupts (report-to-scope child fiber)))
     (set-home fiber nil)
     (declare-dead fiber)
     (when child (end-child child))

@@ -60,6 +60,7 @@ mutex, which is pinned, is at ADDRESS."
   (let ((fiber (truly-the fiber *current-thread*))
         (deadline (timeout-to-deadline to-sec to-usec))
         (interruptible (or *interrupts-enabled* *allow-with-interrupts*)))
+    (leave-interrupted-wait fiber)
     (loop
       (let ((result (without-interruptions
                       (let ((result (contend-for-mutex fiber address deadline interruptible)))

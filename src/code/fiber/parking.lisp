@@ -271,7 +271,7 @@ if it must not leave its carrier, give the carrier's work to another."
 
 (declaim (inline leave-interrupted-wait))
 (defun leave-interrupted-wait (fiber)
-  "FIBER is about to wait, or has waited for nothing: let it leave what is cancelled."
+  "FIBER is about to wait, or has waited for nothing: let it leave what is cancelled, if it may."
   (when (to-leave-p fiber)
     (with-interrupts (leave-what-is-cancelled fiber))))
 

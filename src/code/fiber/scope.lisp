@@ -61,7 +61,7 @@ over before."
 (defun child-scope-of (fiber)
   "The scope of which FIBER is a child, or NIL."
   (let ((child (fiber-child fiber)))
-    (and (child-p child) (truly-the scope (child-scope child)))))
+    (and (child-p child) (child-scope child))))
 
 (defun link-child (scope child)
   (with-tiny-lock ((scope-lock scope))
@@ -108,10 +108,11 @@ over before."
   "Called by INVOKE-DEBUGGER: let the running fiber end because of CONDITION if it is in a scope."
   (let ((fiber *current-thread*))
     (when (and (fiber-p fiber)
-               (child-p (fiber-child fiber))
-               (typep condition 'serious-condition)
+               (child-scope-of fiber)
+               (typep condition '(and serious-condition (not interactive-interrupt)))
                (eq *invoke-debugger-hook* (symbol-global-value '*invoke-debugger-hook*))
                (eq *debugger-hook* (symbol-global-value '*debugger-hook*)))
+      (begin-to-leave fiber nil)        ; else a cancellation could take the place of CONDITION
       (setf (fiber-failure fiber) condition)
       (throw 'sb-thread::%abort-thread nil))))
 
@@ -141,25 +142,33 @@ SUBMIT-FIBER signal, and a SB-THREAD:THREAD-ERROR if the WITH-FIBERS of SCOPE ha
                     :format-arguments (list scope))))))
 
 (defun add-child (scope fiber)
-  (let ((permits (scope-permits scope))
-        (added nil))
+  (let* ((permits (scope-permits scope))
+         (start (fiber-start fiber))
+         (child (make-child scope fiber))
+         (added nil)
+         (problem nil))
+    (setf (fiber-start fiber) (list (fiber-function fiber) (fiber-initial-bindings fiber) child))
+    (ensure-waking-room 6144)
     (without-interrupts ; a fiber that is counted and not submitted would be waited for
       (when permits (allow-with-interrupts (sb-thread:wait-on-semaphore permits)))
       (unwind-protect
-           (setf added (and (enter-scope scope) (submit-child scope fiber)))
-        (unless (or added (null permits)) (sb-thread:signal-semaphore permits)))
-      (unless added
-        (misuse fiber "~@<~S cannot run in ~S, which has been left.~:@>" fiber scope)))
-    fiber))
+           (when (enter-scope scope)
+             (setf (values added problem) (submit-child scope child)))
+        (unless added
+          (setf (fiber-start fiber) start)
+          (when permits (sb-thread:signal-semaphore permits)))))
+    (cond (added fiber)
+          (problem (error problem))
+          (t (misuse fiber "~@<~S cannot run in ~S, which has been left.~:@>" fiber scope)))))
 
-(defun submit-child (scope fiber)
-  (let ((child (make-child scope fiber))
-        (done nil))
-    (setf (fiber-start fiber) (list (fiber-function fiber) (fiber-initial-bindings fiber) child))
-    (link-child scope child)
-    (unwind-protect (progn (submit-fiber (scope-group scope) fiber)
-                           (setf done t))
-      (unless done (unlink-child scope child)))))
+(defun submit-child (scope child)
+  "Submit the fiber of CHILD, which has been counted. Return true; or NIL and the condition that was
+signalled, and count it no more."
+  (link-child scope child)
+  (handler-case (progn (submit-fiber (scope-group scope) (child-fiber child)) t)
+    (serious-condition (condition)
+      (unlink-child scope child)
+      (values nil condition))))
 
 ;;;; the form
 
@@ -209,7 +218,8 @@ If BODY is left otherwise, by an error, a throw or an interruption, the fibers a
 exit goes on when they have ended. If a fiber is ended by an error that nothing handles, the others
 and BODY are cancelled, and when all have ended SCOPE-FAILED is signalled; if ON-FAILURE is :COLLECT,
 instead of :CANCEL, nothing is cancelled, and it is signalled when all are done. Fibers that have not
-ended *CANCELLATION-GRACE* seconds after they were cancelled are warned of, and waited for.
+ended *CANCELLATION-GRACE* seconds after they were cancelled are warned of, and waited for; from then
+on an interruption that unwinds the wait leaves them behind.
 
 At most LIMIT fibers run at a time, a positive integer, or any number if it is NIL: SPAWN waits for
 the next to end. If DEADLINE seconds, a positive real or NIL, are over before all is done, that is
@@ -249,49 +259,55 @@ TYPE-ERROR if one of these is something else."
 (defun call-with-scope (function &key limit deadline on-failure name group)
   (declare (function function))
   (check-scope-arguments limit deadline on-failure)
-  (let ((scope (make-scope limit name group on-failure))
-        (values '())
-        (joined nil)
-        (left nil))
+  (let* ((scope (make-scope limit name group on-failure))
+         (watch (and deadline (watch-deadline scope deadline)))
+         (values (list nil))
+         (joined nil)
+         (left nil))
     (without-interrupts
       (enter-tree scope)
       (unwind-protect
-           (let ((watch (and deadline (watch-deadline scope deadline))))
-             (unwind-protect
-                  (with-local-interrupts
-                    (catch scope
-                      (let ((*scope* scope))
-                        (setf values (multiple-value-list (funcall function scope)))
-                        (await-children scope nil)
-                        (setf joined t)))
-                    (setf left t))
-               (when watch (cancel-fiber watch))))
+           (with-local-interrupts
+             (when watch (submit-fiber (scope-group scope) watch))
+             (catch scope
+               (let ((*scope* scope))
+                 (setf values (multiple-value-list (funcall function scope)))
+                 (await-children scope nil)
+                 (setf joined t)))
+             (setf left t))
         (setf (scope-body scope) :left)
         (look-again *current-thread*) ; what it heard nothing of while it left the body
-        (unless joined (end-children scope))
-        (leave-tree scope)
-        (unless left (report-lost-failures scope))))
-    (signal-failures scope deadline)
+        (unwind-protect
+             (let ((*cancellable* nil) (sb-impl::*deadline* nil))
+               (when watch (end-watch watch))
+               (unless (or joined (end-children scope))
+                 ;; From now on the user can leave them behind.
+                 (with-local-interrupts (await-children scope nil))))
+          (leave-tree scope)
+          (unless left (report-lost-failures scope)))))
+    (signal-failures scope (and (not joined) deadline))
     (values-list values)))
 
 (defun watch-deadline (scope seconds)
   "A fiber that cancels SCOPE after SECONDS unless it is cancelled before."
-  (submit-fiber (scope-group scope)
-                (make-fiber (lambda ()
-                              (sleep seconds)
-                              (cancel-for :deadline scope))
-                            :name "deadline of a scope")))
+  (make-fiber (lambda ()
+                (sleep seconds)
+                (cancel-for :deadline scope))
+              :name "deadline of a scope"))
 
-;;; With interrupts off.
+(defun end-watch (watch)
+  (when (fiber-group watch)
+    (cancel-fiber watch)
+    (wait-for-end watch nil)))
+
+;;; EXIT unwinds threads that have scopes, and does not wait for ever.
 (defun end-children (scope)
-  "Cancel the children of SCOPE, whose body is being left, and wait for their end."
+  "Cancel the children of SCOPE, whose body is being left, and wait for their end. Return false, and
+tell the user, if that takes longer than the grace."
   (cancel-for :exit scope)
-  (let ((*cancellable* nil)
-        (sb-impl::*deadline* nil))
-    (unless (await-children scope *cancellation-grace*)
-      (warn-of-lingering-children scope)
-      ;; From now on the user can leave them behind.
-      (with-interrupts (await-children scope nil)))))
+  (or (await-children scope *cancellation-grace*)
+      (progn (warn-of-lingering-children scope)
+             *exit-in-progress*)))
 
 (defun warn-of-lingering-children (scope)
   (let ((children (children-of-scope scope)))
@@ -313,7 +329,7 @@ TYPE-ERROR if one of these is something else."
 
 (defun signal-failures (scope deadline)
   (let ((failures (reverse (scope-failures scope))))
-    (cond ((eq (scope-reason scope) :deadline)
+    (cond ((and deadline (eq (scope-reason scope) :deadline))
            (report-lost-failures scope)
            (error 'scope-timeout :scope scope :seconds deadline))
           (failures
@@ -323,15 +339,32 @@ TYPE-ERROR if one of these is something else."
 
 (defun enter-tree (scope)
   "The owner of SCOPE begins to execute its body."
-  (let ((child (child-of-owner scope)))
-    (when child (setf (child-inner child) scope))))
-
-(defun leave-tree (scope)
-  (let ((child (child-of-owner scope)))
-    (when child (setf (child-inner child) (scope-outer scope)))))
-
-(defun child-of-owner (scope)
   (let ((owner (scope-owner scope)))
     (when (fiber-p owner)
-      (let ((child (fiber-child owner)))
-        (and (child-p child) (truly-the child child))))))
+      (unless (fiber-child owner) (setf (fiber-start owner) (make-child nil owner)))
+      (setf (child-inner (truly-the child (fiber-child owner))) scope))))
+
+(defun leave-tree (scope)
+  (let ((owner (scope-owner scope)))
+    (when (fiber-p owner)
+      (setf (child-inner (truly-the child (fiber-child owner))) (scope-outer scope)))))
+
+(defun scopes-of-fiber (fiber)
+  "The scopes whose bodies FIBER executes, the outermost first."
+  (let ((child (fiber-child fiber)) (scopes '()))
+    (when (child-p child)
+      (loop for scope = (child-inner child) then (scope-outer scope)
+            while (and scope (eq (scope-owner scope) fiber))
+            do (push scope scopes)))
+    scopes))
+
+;;; The cleanup form of WITH-FIBERS has not run.
+(defun end-scopes-of-lost-stack (fiber)
+  "Let the children of FIBER, which has lost its stack and is about to end, end before."
+  (without-interrupts
+    (let ((*cancellable* nil))
+      (dolist (scope (reverse (scopes-of-fiber fiber)))
+        (setf (scope-body scope) :left)
+        (cancel-for :exit scope)
+        (await-children scope nil)
+        (report-lost-failures scope)))))
