@@ -581,6 +581,180 @@
         (is (search "stubborn" text))
         (is (search "slow" text))))))
 
+;;;; where cancelling was once lost, or came too far
+
+(test a-handler-of-one-and-another-to-come
+  (with-group (group)
+    (let* ((notes (make-flag))
+           (fiber (spawn (group)
+                    (with-fibers (scope)
+                      (child (scope)
+                        (wait-until (flag-value notes))
+                        (cancel-scope scope))
+                      (without-cancellation
+                        (raise-flag notes)
+                        (sleep (opaque 1/50)))
+                      ;; Of the two that have come, the fiber's own is told first.
+                      (handler-case (sleep (opaque 3600))
+                        (fiber-cancelled (condition) (note notes (fiber-cancelled-scope condition))))
+                      (sleep (opaque 3600))
+                      (note notes :not-reached))
+                    :value)))
+      (wait-until (flag-value notes))
+      (cancel-fiber fiber)
+      (is (eq :value (join fiber)))
+      (is (equal '(nil) (flag-notes notes))))))
+
+(test the-first-wait-after-what-must-not-be-cancelled
+  (on-carriers (n)
+    (with-group (group n)
+      (with-silent-pipe (in)
+        (multiple-value-bind (waits release) (waits-to-cancel in)
+          (unwind-protect
+               (loop for (name . function) in waits
+                     do (let* ((begun (make-flag))
+                               (fiber (let ((function function))
+                                        (spawn (group)
+                                          (without-cancellation
+                                            (raise-flag begun)
+                                            (sleep (opaque 1/100)))
+                                          (funcall function)))))
+                          (wait-until (flag-value begun))
+                          (cancel-fiber fiber)
+                          (is (eq :abort (wait-for-end fiber)) "~S" name)))
+            (funcall release)))))))
+
+(test scopes-in-cleanup-forms
+  (in-owners (group)
+    (let ((notes (make-flag)))
+      (is (null (with-fibers (outer :group group)
+                  (child (outer) (cancel-scope outer))
+                  (unwind-protect (sleep 3600)
+                    (handler-case (with-fibers (inner :group group :deadline 1/100)
+                                    (sleep 3600))
+                      (scope-timeout () (note notes :timeout)))
+                    (handler-case (with-fibers (inner :group group)
+                                    (child (inner) (error 'expected-error))
+                                    (sleep 3600))
+                      (scope-failed () (note notes :failed)))
+                    (sleep (opaque 1/1000))
+                    (note notes :cleaned)))))
+      (is (equal '(:cleaned :failed :timeout) (flag-notes notes))))))
+
+(test an-error-is-not-replaced-by-a-cancellation
+  (in-owners (group)
+    (let ((failure (failure-of
+                     (with-fibers (scope :group group)
+                       (child (scope)
+                         (unwind-protect (error 'expected-error)
+                           (cancel-scope scope)
+                           (sleep (opaque 1/1000))))))))
+      (is (typep failure 'scope-failed))
+      (is (typep (scope-failed-cause failure) 'expected-error)))))
+
+(test looking-at-a-scope-disturbs-no-cancelling
+  (on-carriers (n)
+    (with-group (group n)
+      (loop repeat 30
+            do (let ((stop (make-flag)) (looker nil))
+                 (with-fibers (scope :group group)
+                   (setf looker (make-thread (lambda ()
+                                               (loop until (flag-value stop)
+                                                     do (sb-fiber::children-of-scope scope)))))
+                   (loop repeat 100 do (child (scope) (wait-for-ever)))
+                   (cancel-scope scope))
+                 (raise-flag stop)
+                 (join-thread looker)
+                 (is-true t))))))
+
+(test who-stays-can-be-left-behind
+  (with-group (group)
+    (let ((old *cancellation-grace*) (go (make-flag)) (begun (make-flag)) (stubborn nil))
+      (unwind-protect
+           (quietly
+             (setf *cancellation-grace* 1/100)
+             (let ((owner (spawn (group)
+                            (with-fibers (scope)
+                              (setf stubborn (child (scope)
+                                               (without-cancellation
+                                                 (raise-flag begun)
+                                                 (loop until (flag-value go)
+                                                       do (sleep (opaque 1/1000))))))
+                              (wait-until (flag-value begun))
+                              (error 'expected-error)))))
+               ;; Within the grace nothing comes through; after it the first does.
+               (loop until (eq :abort (nth-value 1 (fiber-join owner :default nil :timeout 1/50)))
+                     do (handler-case (terminate-fiber owner)
+                          (sb-thread:interrupt-thread-error ())))
+               (is-true (fiber-alive-p stubborn))))
+        (setf *cancellation-grace* old)
+        (raise-flag go))
+      (join stubborn))))
+
+(defun recurse-with-handler (depth)
+  (handler-bind ((storage-condition (lambda (condition)
+                                      (declare (ignore condition))
+                                      (opaque (list (recurse-with-handler (1+ depth)))))))
+    (opaque (list (recurse-with-handler (1+ depth)) depth))))
+
+(test children-of-who-has-lost-the-stack
+  (with-group (group)
+    (let* ((cleaned (make-flag))
+           (owner (quietly
+                    (let ((owner (spawn (group :stack-size 65536)
+                                   (with-fibers (scope)
+                                     (loop repeat 5
+                                           do (child (scope)
+                                                (unwind-protect (wait-for-ever)
+                                                  (count-one cleaned))))
+                                     (sleep (opaque 1/100))
+                                     (recurse-with-handler 0)))))
+                      (wait-for-end owner)
+                      owner))))
+      (handler-case (fiber-join owner)
+        (fiber-failed (condition)
+          (is (typep (fiber-failed-cause condition) 'fiber-stack-lost))))
+      (is (= 5 (flag-count cleaned))))))
+
+;;; What a thread does in a handler is not the wait that it interrupts.
+(test an-interruption-of-a-thread-is-not-left
+  (with-group (group)
+    (let ((notes (make-flag)) (thread nil) (scope nil))
+      (setf thread (make-thread
+                    (lambda ()
+                      (with-fibers (s :group group)
+                        (setf scope s)
+                        (sb-sys:with-interrupts
+                          (unwind-protect (sb-thread:wait-on-semaphore (make-semaphore))
+                            (note notes :left)))))))
+      (wait-until scope)
+      (sleep 1/50)
+      (sb-thread:interrupt-thread thread
+                                  (lambda ()
+                                    (sb-sys:with-interrupts
+                                      (raise-flag notes)
+                                      (let ((until (+ (get-internal-real-time)
+                                                      (/ internal-time-units-per-second 10))))
+                                        (loop while (< (get-internal-real-time) until)))
+                                      (note notes :interruption-done))))
+      (wait-until (flag-value notes))
+      (cancel-scope scope)
+      (is (null (join-thread thread)))
+      (is (equal '(:left :interruption-done) (flag-notes notes))))))
+
+(test exit-in-a-scope
+  (is (equal "(:cleaned)"
+             (child-result '(progn
+                             (setf *cancellation-grace* 1/10)
+                             (push (lambda () (print (list :cleaned))) sb-ext:*exit-hooks*)
+                             (with-fibers (scope)
+                               (spawn scope (lambda ()
+                                              (without-cancellation
+                                                (loop (ignore-errors (sleep 1))))))
+                               (sleep 1/10)
+                               (let ((*error-output* (make-broadcast-stream)))
+                                 (sb-ext:exit :timeout 1))))))))
+
 ;;;; what is told
 
 (test scopes-are-described

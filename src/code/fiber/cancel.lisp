@@ -225,8 +225,18 @@ nothing outside of what it is leaving; NIL if there is none."
 
 (defun leave-native-wait ()
   "The interruption of a thread that is to leave the body of a scope."
-  (when (eql *in-native-wait* (1- *free-interrupt-context-index*))
-    (with-interrupts (leave-what-is-cancelled *current-thread*))))
+  (let ((contexts *in-native-wait*))
+    (cond ((null contexts))
+          ((= contexts (1- *free-interrupt-context-index*))
+           (with-interrupts (leave-what-is-cancelled *current-thread*)))
+          ((what-to-leave *current-thread*)
+           (ask-again-to-leave *current-thread*)))))
+
+;;; The kernel restarts the wait when what has interrupted it returns.
+(defun ask-again-to-leave (thread)
+  (call-in-thread (lambda ()
+                    (fiber-sleep 1/100)
+                    (ask-to-leave thread))))
 
 (defmacro with-cancellable-native-wait (&body body)
   "Execute BODY, which waits and has no result that may be lost."
