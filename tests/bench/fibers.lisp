@@ -53,6 +53,16 @@ Return the nanoseconds of the first round and the median of the others."
     (format t "RESULT create sbcl-fiber n=~D first_ms=~,3F ms=~,3F us_per_fiber=~,4F~%"
             n (/ first 1000000) (/ later 1000000) (/ later 1000 n))))
 
+;;; The same as children of a scope.
+(defun bench-scope (n)
+  (multiple-value-bind (first later)
+      (rounds (lambda ()
+                (list (lambda ()
+                        (with-fibers (scope)
+                          (loop repeat n do (spawn scope #'fiber-yield)))))))
+    (format t "RESULT scope sbcl-fiber n=~D first_ms=~,3F ms=~,3F us_per_fiber=~,4F~%"
+            n (/ first 1000000) (/ later 1000000) (/ later 1000 n))))
+
 (defun take-turns (name n make-functions)
   "Print the time of one of N turns of each of the two functions that MAKE-FUNCTIONS returns."
   (multiple-value-bind (first later) (rounds make-functions)

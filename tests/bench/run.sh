@@ -7,6 +7,7 @@
 #                         BINDINGS special bindings: ns for each switch
 #   create N              N fibers are made, each yields once and ends: ms for
 #                         all, us for each
+#   scope N               the same in a scope, which waits for them
 #   mutex N               two fibers pass mutexes to each other N times each: ns
 #                         for each time
 #   condvar N             the same with a condition variable
@@ -50,7 +51,7 @@ set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 
 case ${1-} in
-    switch | create | mutex | condvar | channel | select) file=fibers.lisp P=${P:-1} ;;
+    switch | create | scope | mutex | condvar | channel | select) file=fibers.lisp P=${P:-1} ;;
     idle | gcpause | burst) file=memory.lisp P=${P:-1} ;;
     mutex-free) file=mutex-free.lisp P=1 ;;
     httpidle) file=httpidle.lisp P=${P:-1} ;;

@@ -278,7 +278,7 @@
   (signals undefined-function (make-fiber 'no-such-function))
   (dolist (size '(-1 0 1 65535 1.5 "64" nil #.(ash 1 40)))
     (signals type-error (make-fiber #'list :stack-size size)))
-  (dolist (bindings '(42 ((1 . 2)) (*print-base*) ((*print-base* . 2) . 3) ((nil . 1)) ((:a . 1))))
+  (dolist (bindings '(42 ((1 . 2)) (nil) (:a) ((*print-base* . 2) . 3) ((nil . 1)) ((:a . 1))))
     (signals type-error (make-fiber #'list :initial-bindings bindings)))
   (signals type-error (make-fiber #'list :arguments '(1 . 2)))
   (signals error (make-fiber #'list :name 42)))

@@ -43,12 +43,13 @@ RUN-FIBERS has submitted it and a carrier is free.
 
 NAME is a string designator, or NIL. STACK-SIZE is the size of the control stack in bytes, an
 integer from 65536 to 1073741824, by default *DEFAULT-STACK-SIZE*; it is rounded up to a power of
-two. INITIAL-BINDINGS is a list of conses of a symbol and a value: the fiber begins with these
-symbols bound to these values; of several conses for a symbol the first counts. The lists are
-copied, and may be changed afterwards.
+two. INITIAL-BINDINGS is a list of conses of a symbol and a value, and of symbols: the fiber begins
+with these symbols bound to these values, or to the values that they have where MAKE-FIBER is called;
+of several entries for a symbol the first counts. The lists are copied, and may be changed
+afterwards.
 
-A TYPE-ERROR is signaled if one of these is something else, and an UNDEFINED-FUNCTION error if
-FUNCTION is a symbol that names none. A new fiber takes no stack and no other resource; if it is
+A TYPE-ERROR is signaled if one of these is something else, an UNDEFINED-FUNCTION error if FUNCTION
+is a symbol that names none, and an UNBOUND-VARIABLE error if there is no value to be inherited. A new fiber takes no stack and no other resource; if it is
 never submitted, it is garbage."
   (declare (explicit-check))
   (let ((function (function-with-arguments (fiber-function-argument function) arguments)))
@@ -85,17 +86,22 @@ never submitted, it is garbage."
       function))
 
 (defun check-initial-bindings (bindings)
-  "A copy of BINDINGS, an alist: the first entry for a symbol counts."
-  (unless (and (proper-list-p bindings)
-               (every (lambda (entry)
-                        (and (consp entry) (symbolp (car entry)) (not (constantp (car entry)))))
-                      bindings))
-    (error 'simple-type-error
-           :datum bindings :expected-type 'list
-           :format-control "~@<The initial bindings ~S are not a list of conses of a symbol, the ~
-                            name of a variable, and a value.~:@>"
-           :format-arguments (list bindings)))
-  (copy-alist (remove-duplicates bindings :key #'car :from-end t)))
+  "An alist of what BINDINGS stand for: the first entry for a symbol counts."
+  (flet ((variable (entry)
+           (if (consp entry) (car entry) entry))
+         (binding (entry)
+           (if (consp entry) (cons (car entry) (cdr entry)) (cons entry (symbol-value entry)))))
+    (unless (and (proper-list-p bindings)
+                 (every (lambda (entry)
+                          (let ((variable (variable entry)))
+                            (and (symbolp variable) (not (constantp variable)))))
+                        bindings))
+      (error 'simple-type-error
+             :datum bindings :expected-type 'list
+             :format-control "~@<The initial bindings ~S are not a list of names of variables, and ~
+                              of conses of such a name and a value.~:@>"
+             :format-arguments (list bindings)))
+    (mapcar #'binding (remove-duplicates bindings :key #'variable :from-end t))))
 
 (declaim (ftype (sfunction (fiber) (or null string)) fiber-name))
 (defun fiber-name (fiber)
