@@ -71,8 +71,8 @@
 
 ;;;; bodies of scopes
 
-;;; Whichever is left first, in the end the outer one is. What waits while the inner one is left hears
-;;; of nothing.
+;;; Whichever is left first, in the end the outer one is. What waits while the inner one is left
+;;; hears of nothing.
 (defparameter *inner-and-outer*
   (history ((fiber (make-test-fiber))
             (outer (make-test-scope fiber))

@@ -13,7 +13,8 @@
 ;;;; fiber.lisp): spinlock, run-queue, injector, deadlines, stack, poller (with the waiter map),
 ;;;; population, search, carrier, handoff, zone, interrupt, yield, parking, mutex, io, select,
 ;;;; socket, reason, overflow, life (with the api), group, inspect (with describe), debug, exit,
-;;;; pool, monitor, process, timer. Those of the rooms without a scheduler make none.
+;;;; pool, monitor, process, timer, scope (with cancel), parallel. Those of the rooms without a
+;;;; scheduler make none.
 ;;;;
 ;;;; The others go across the rooms:
 ;;;;   fairness        parking, unparking and submitting, so that every fiber runs
@@ -44,6 +45,7 @@
 ;;;;   build           what a build promises about itself, and an installation
 ;;;;   docstrings      what is documented, in the image and in the manual
 ;;;;   manual          the examples of the manual and of README
+;;;;   examples        the programs in examples/
 
 (defpackage "SB-FIBER-TESTS"
   (:shadow "SPAWN")                     ; the tests have one of their own

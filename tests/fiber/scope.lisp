@@ -608,7 +608,8 @@
                         (sleep (opaque 1/50)))
                       ;; Of the two that have come, the fiber's own is told first.
                       (handler-case (sleep (opaque 3600))
-                        (fiber-cancelled (condition) (note notes (fiber-cancelled-scope condition))))
+                        (fiber-cancelled (condition)
+                          (note notes (fiber-cancelled-scope condition))))
                       (sleep (opaque 3600))
                       (note notes :not-reached))
                     :value)))
@@ -804,8 +805,9 @@
 
 (test spawning-without-a-scope
   (with-group (group)
-    (is (eq group (join (spawn (group)
-                          (join (sb-fiber:spawn nil (lambda () (fiber-group (current-fiber)))))))))))
+    (is (eq group
+            (join (spawn (group)
+                    (join (sb-fiber:spawn nil (lambda () (fiber-group (current-fiber)))))))))))
 
 (test a-group-is-started-if-there-is-none
   (is (equal "(1 2)"

@@ -44,13 +44,13 @@ RUN-FIBERS has submitted it and a carrier is free.
 NAME is a string designator, or NIL. STACK-SIZE is the size of the control stack in bytes, an
 integer from 65536 to 1073741824, by default *DEFAULT-STACK-SIZE*; it is rounded up to a power of
 two. INITIAL-BINDINGS is a list of conses of a symbol and a value, and of symbols: the fiber begins
-with these symbols bound to these values, or to the values that they have where MAKE-FIBER is called;
-of several entries for a symbol the first counts. The lists are copied, and may be changed
+with these symbols bound to these values, or to the values that they have where MAKE-FIBER is
+called; of several entries for a symbol the first counts. The lists are copied, and may be changed
 afterwards.
 
 A TYPE-ERROR is signaled if one of these is something else, an UNDEFINED-FUNCTION error if FUNCTION
-is a symbol that names none, and an UNBOUND-VARIABLE error if there is no value to be inherited. A new fiber takes no stack and no other resource; if it is
-never submitted, it is garbage."
+is a symbol that names none, and an UNBOUND-VARIABLE error if there is no value to be inherited. A
+new fiber takes no stack and no other resource; if it is never submitted, it is garbage."
   (declare (explicit-check))
   (let ((function (function-with-arguments (fiber-function-argument function) arguments)))
     (unless (typep stack-size `(integer ,(* 64 1024) ,(ash 1 30)))

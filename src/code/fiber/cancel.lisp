@@ -29,7 +29,7 @@
 ;;;     BODY                    move by
 ;;;     :RUNNING -> :WANTED     who cancels the scope (then the owner is woken)
 ;;;     :WANTED  -> :TOLD       the owner, which signals FIBER-CANCELLED
-;;;     any      -> :LEAVING    the owner: no handler wanted that, and it unwinds, to there or further
+;;;     any      -> :LEAVING    the owner: no handler wanted that. It unwinds, to there or further
 ;;;     any      -> :LEFT       the owner, which has left the body by whatever way
 ;;;
 ;;; Of a fiber itself the same is told by flags: +CANCELLED+, +TOLD+, +LEAVING+. Of several things
@@ -43,12 +43,12 @@
 (sb-impl:define-thread-local *cancellable* t)
 
 ;;; How many signal contexts there are, where a thread, no fiber, waits: it is sent an interruption,
-;;; which looks whether it is on top of the wait, and not of something that has interrupted that. NIL
-;;; elsewhere.
+;;; which looks whether it is on top of the wait, and not of something that has interrupted that.
+;;; NIL elsewhere.
 (sb-impl:define-thread-local *in-native-wait* nil)
 
-;;; What a fiber is in a scope. One that executes the body of a scope and belongs to none has such an
-;;; object, too, for the slot INNER.
+;;; What a fiber is in a scope. One that executes the body of a scope and belongs to none has such
+;;; an object, too, for the slot INNER.
 (defstruct (child (:constructor make-child (scope fiber))
                   (:copier nil))
   (scope nil :type t :read-only t)
@@ -248,7 +248,8 @@ nothing outside of what it is leaving; NIL if there is none."
 
 ;;; A child has failed, and its scope knew it before.
 (defun see-failure-of-scope ()
-  "The running thread has found a fiber that has failed: if its own scope is cancelled, that is why."
+  "The running thread has found a fiber that has failed: if its own scope is cancelled, that is
+why."
   (when *scope* (leave-what-is-cancelled *current-thread*)))
 
 ;;;; cancelling
@@ -281,8 +282,8 @@ Return true, without waiting for any of that; NIL if FIBER has been asked before
 they do, as CANCEL-FIBER does. WITH-FIBERS returns NIL if its body was left by that, and the values
 of the body if that had returned, unless a fiber fails. In a thread that is no fiber the body hears
 of it where it waits for a lock, or for another thread, or sleeps, and not where it reads or writes.
-May be called from anywhere. Return true, without waiting for any of that; NIL if SCOPE was cancelled
-before, or has been left."
+May be called from anywhere. Return true, without waiting for any of that; NIL if SCOPE was
+cancelled before, or has been left."
   (cancel-for :request scope))
 
 (defun cancel-for (reason scope)

@@ -82,9 +82,9 @@ meanwhile is left out."
                (sleep (/ (max 0 (- next now)) 1000000000))))))
 
 (defmacro with-permit ((semaphore &key timeout) &body body)
-  "Wait until SEMAPHORE can be decremented, at most TIMEOUT seconds, a non-negative real or NIL; then
-execute BODY, and return its values; or NIL if the time is over. When BODY is left, by whatever way,
-SEMAPHORE is incremented."
+  "Wait until SEMAPHORE can be decremented, at most TIMEOUT seconds, a non-negative real or NIL;
+then execute BODY, and return its values; or NIL if the time is over. When BODY is left, by whatever
+way, SEMAPHORE is incremented."
   (with-unique-names (permit)
     `(dx-flet ((,permit () ,@body))
        (call-with-permit #',permit ,semaphore ,timeout))))

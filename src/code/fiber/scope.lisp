@@ -11,16 +11,17 @@
 
 (in-package "SB-FIBER")
 
-;;; A scope is made by WITH-FIBERS, whose body its *owner* executes, a fiber or a thread. The fibers
-;;; that SPAWN makes in it are its children. The form is left when all children have ended, however
-;;; it is left; so scopes are a tree, of which each fiber of a scope is a branch, and what is written
-;;; around a form knows that nothing of it goes on behind its back. (Martin Sústrik's structured
-;;; concurrency; the nurseries of Nathaniel J. Smith's Trio; Eio's switches.)
+;;; A scope is made by WITH-FIBERS, whose body its *owner* executes, a fiber or a thread. The
+;;; fibers that SPAWN makes in it are its children. The form is left when all children have ended,
+;;; however it is left; so scopes are a tree, of which each fiber of a scope is a branch, and what
+;;; is written around a form knows that nothing of it goes on behind its back. (Martin Sústrik's
+;;; structured concurrency; the nurseries of Nathaniel J. Smith's Trio; Eio's switches.)
 
 (declaim (type (real (0)) *cancellation-grace*))
 (define-load-time-global *cancellation-grace* 10
-  "After how many seconds, a positive real, by default 10, a scope that waits for fibers which it has
-cancelled warns of those that have not ended. A global variable: it can be set and not be bound.")
+  "After how many seconds, a positive real, by default 10, a scope that waits for fibers which it
+has cancelled warns of those that have not ended. A global variable: it can be set and not be
+bound.")
 
 (defmethod print-object ((scope scope) stream)
   (print-unreadable-object (scope stream :type t :identity t)
@@ -180,8 +181,8 @@ signalled, and count it no more."
              (loop for (fiber . cause) in (%scope-failures condition)
                    do (format stream "~%~S ended with~%~@<  ~@;~A~:>" fiber cause))))
   (:documentation "The error that WITH-FIBERS signals if fibers of it were ended by errors that
-nothing handled. SCOPE-FAILED-CAUSE returns the first of these, SCOPE-FAILED-SUPPRESSED a list of the
-others, SCOPE-FAILED-SCOPE the scope."))
+nothing handled. SCOPE-FAILED-CAUSE returns the first of these, SCOPE-FAILED-SUPPRESSED a list of
+the others, SCOPE-FAILED-SCOPE the scope."))
 
 (defun scope-failed-scope (condition)
   "Return the scope that CONDITION, a SCOPE-FAILED, is about."
@@ -211,22 +212,22 @@ was done. SCOPE-TIMEOUT-SCOPE returns the scope."))
   (late-scope condition))
 
 (defmacro with-fibers ((scope &key limit deadline (on-failure :cancel) name group) &body body)
-  "Execute BODY with the variable SCOPE bound to a new scope, in which SPAWN makes fibers. Wait until
-all of them have ended, and return BODY's values.
+  "Execute BODY with the variable SCOPE bound to a new scope, in which SPAWN makes fibers. Wait
+until all of them have ended, and return BODY's values.
 
-If BODY is left otherwise, by an error, a throw or an interruption, the fibers are cancelled, and the
-exit goes on when they have ended. If a fiber is ended by an error that nothing handles, the others
-and BODY are cancelled, and when all have ended SCOPE-FAILED is signalled; if ON-FAILURE is :COLLECT,
-instead of :CANCEL, nothing is cancelled, and it is signalled when all are done. Fibers that have not
-ended *CANCELLATION-GRACE* seconds after they were cancelled are warned of, and waited for; from then
-on an interruption that unwinds the wait leaves them behind.
+If BODY is left otherwise, by an error, a throw or an interruption, the fibers are cancelled, and
+the exit goes on when they have ended. If a fiber is ended by an error that nothing handles, the
+others and BODY are cancelled, and when all have ended SCOPE-FAILED is signalled; if ON-FAILURE is
+:COLLECT, instead of :CANCEL, nothing is cancelled, and it is signalled when all are done. Fibers
+that have not ended *CANCELLATION-GRACE* seconds after they were cancelled are warned of, and
+waited for; from then on an interruption that unwinds the wait leaves them behind.
 
-At most LIMIT fibers run at a time, a positive integer, or any number if it is NIL: SPAWN waits for
-the next to end. If DEADLINE seconds, a positive real or NIL, are over before all is done, that is
-cancelled, and SCOPE-TIMEOUT signalled. NAME is a string designator, for printing. GROUP, what
-START-FIBERS returned or T for the default group, runs the fibers; by default that is the group of
-the fiber that executes this, or else the default group, which is started if there is none. Signals a
-TYPE-ERROR if one of these is something else."
+At most LIMIT fibers run at a time, a positive integer, or any number if it is NIL: SPAWN waits
+for the next to end. If DEADLINE seconds, a positive real or NIL, are over before all is done,
+that is cancelled, and SCOPE-TIMEOUT signalled. NAME is a string designator, for printing. GROUP,
+what START-FIBERS returned or T for the default group, runs the fibers; by default that is the
+group of the fiber that executes this, or else the default group, which is started if there is
+none. Signals a TYPE-ERROR if one of these is something else."
   (with-unique-names (function)
     `(dx-flet ((,function (,scope) (declare (ignorable ,scope)) ,@body))
        (call-with-scope #',function :limit ,limit :deadline ,deadline :on-failure ,on-failure
@@ -324,7 +325,8 @@ tell the user, if that takes longer than the grace."
   (loop for (fiber . failure) in (reverse (scope-failures scope))
         do (reported-p (lambda ()
                          (format *error-output*
-                                 "~&~@<~S, in ~S, which was left meanwhile, ended with: ~2I~_~A~:>~%"
+                                 "~&~@<~S, in ~S, which was left meanwhile, ended with: ~
+                                  ~2I~_~A~:>~%"
                                  fiber scope failure)))))
 
 (defun signal-failures (scope deadline)
