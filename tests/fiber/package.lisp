@@ -24,7 +24,7 @@
 ;;;;   deadlock        deadlocks, and waiters by the thousand
 ;;;;   disturbances    waits that are interrupted or left
 ;;;;   concurrency     what is made of mutexes: SB-CONCURRENCY, tables, locks of the system
-;;;;   channel         channels of SB-CONCURRENCY; operation, what chooses among them
+;;;;   channel         channels of SB-CONCURRENCY; operation, what chooses among them; promise
 ;;;;   closing         descriptors that are closed while fibers wait for them
 ;;;;   reuse           descriptors that are closed while a fiber uses them
 ;;;;   errors          errors that nothing handles, bad arguments, no memory
