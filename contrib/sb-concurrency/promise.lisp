@@ -14,8 +14,9 @@
 ;;; promise, and what is true of how a channel wakes is true here.
 ;;;
 ;;;     OUTCOME                         move by
-;;;     NIL      -> :KEPT, :BROKEN      the first that calls FULFIL or BREAK-PROMISE, with interrupts
-;;;                                     off: then it writes RESULT, and closes the channel
+;;;     NIL      -> :KEPT, :BROKEN      the first that calls FULFIL or BREAK-PROMISE, with
+;;;                                     interrupts off: then it writes RESULT, and closes the
+;;;                                     channel
 
 (defstruct (promise (:constructor %make-promise (name)) (:copier nil) (:predicate promisep))
   "A result that somebody will have. Made by MAKE-PROMISE."
@@ -63,8 +64,8 @@ false if it was fulfilled or broken before; then this does nothing."
   (end-promise promise :broken condition))
 
 (defun promise-operation (promise)
-  "Return the operation that waits until PROMISE is fulfilled, and returns its values; or until it is
-broken, and signals why."
+  "Return the operation that waits until PROMISE is fulfilled, and returns its values; or until it
+is broken, and signals why."
   (wrap (receive-operation (promise-channel promise))
         (lambda (value received-p state)
           (declare (ignore value received-p state))
@@ -74,8 +75,8 @@ broken, and signals why."
 
 (defun await (promise &key timeout)
   "Wait until PROMISE is fulfilled, and return its values. Return NIL, NIL and :TIMEOUT if TIMEOUT
-seconds, a non-negative real or NIL, are over before. Signals the condition with which it was broken,
-and SB-SYS:DEADLINE-TIMEOUT."
+seconds, a non-negative real or NIL, are over before. Signals the condition with which it was
+broken, and SB-SYS:DEADLINE-TIMEOUT."
   (perform (promise-operation promise) :timeout timeout))
 
 #+sb-fiber

@@ -28,7 +28,8 @@
         thereis (loop for source in (sb-introspect:find-definition-sources-by-name symbol kind)
                       for path = (sb-introspect:definition-source-pathname source)
                       thereis (and path (member (pathname-name path)
-                                                '("channel" "operation" "select")
+                                                '("channel" "operation" "select"
+                                                  "promise")
                                                 :test #'string-equal)))))
 
 (defparameter *public*

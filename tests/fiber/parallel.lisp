@@ -81,6 +81,23 @@
                      (cons (scope-failed-cause condition)
                            (scope-failed-suppressed condition))))))))
 
+;;; What fails when there is a winner is no failure of the race, and is told.
+(test losers-that-fail
+  (in-default-group
+    (let ((output (make-string-output-stream)))
+      (and (eq :winner
+               (call-with-error-output
+                (lambda ()
+                  (let ((begun (make-flag)))
+                    (race (lambda () (unwind-protect (progn (raise-flag begun) (sleep 3600))
+                                       (error 'expected-error)))
+                          (lambda () (wait-until (flag-value begun)) :winner))))
+                output))
+           (search "an error that the test expects" (get-output-stream-string output))
+           t))
+    (eq :error (handler-case (race (lambda () (cancel-fiber (current-fiber)) (sleep 3600)))
+                 (error () :error)))))
+
 (test only-the-first-wins
   (in-default-group
     (loop repeat 50
@@ -112,6 +129,8 @@
       (and (equal '(1 2) (multiple-value-list (with-permit (semaphore) (values 1 2))))
            (= 1 (semaphore-count semaphore))
            (null (with-permit (semaphore) (with-permit (semaphore :timeout 1/1000) t)))
+           (null (with-permit (semaphore) (with-permit (semaphore :timeout 0) t)))
+           (with-permit (semaphore :timeout 0) t)
            (eq :thrown (catch 'tag (with-permit (semaphore) (throw 'tag :thrown))))
            (= 1 (semaphore-count semaphore))))))
 

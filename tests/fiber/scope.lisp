@@ -704,6 +704,50 @@
         (raise-flag go))
       (join stubborn))))
 
+;;; Neither what failed before nor what fails later is lost with those that are left behind.
+(test failures-of-who-is-left-behind
+  (with-group (group)
+    (let ((old *cancellation-grace*) (go (make-flag)) (begun (make-flag)) (stubborn nil)
+          (output (make-string-output-stream)))
+      (unwind-protect
+           (call-with-error-output
+            (lambda ()
+              (setf *cancellation-grace* 1/100)
+              (let ((owner (spawn (group)
+                             (with-fibers (scope)
+                               (setf stubborn (child (scope)
+                                                (without-cancellation
+                                                  (raise-flag begun)
+                                                  (loop until (flag-value go)
+                                                        do (sleep (opaque 1/1000))))
+                                                (error "too late")))
+                               (wait-until (flag-value begun))
+                               (child (scope) (error 'expected-error))
+                               (wait-for-ever)))))
+                (loop until (eq :abort (nth-value 1 (fiber-join owner :default nil :timeout 1/50)))
+                      do (handler-case (terminate-fiber owner)
+                           (sb-thread:interrupt-thread-error ())))
+                (raise-flag go)
+                (wait-for-end stubborn)))
+            output)
+        (setf *cancellation-grace* old)
+        (raise-flag go))
+      (let ((text (get-output-stream-string output)))
+        (is (search "an error that the test expects" text))
+        (is (search "too late" text))))))
+
+(test permits-and-deadlines
+  (on-carriers (n)
+    (with-group (group n)
+      (let ((semaphore (make-semaphore :count 1)))
+        (join-all (loop repeat 20
+                        collect (spawn (group)
+                                  (handler-case
+                                      (sb-sys:with-deadline (:seconds 1/200)
+                                        (with-permit (semaphore) (sleep (opaque 1/1000))))
+                                    (sb-sys:deadline-timeout () nil)))))
+        (is (= 1 (semaphore-count semaphore)))))))
+
 (defun recurse-with-handler (depth)
   (handler-bind ((storage-condition (lambda (condition)
                                       (declare (ignore condition))

@@ -278,8 +278,7 @@ is submitting it just then. A fiber that joins itself is signaled a SB-THREAD:JO
                        ((not (listp (fiber-result fiber))) :abort))))
     (cond ((not problem) (values-list (fiber-result fiber)))
           (defaultp (values default problem))
-          ((and (eq problem :abort) (fiber-failure fiber))
-           (see-failure-of-scope)
+          ((and (eq problem :abort) (see-failure-of-scope) (fiber-failure fiber))
            (error 'fiber-failed :thread fiber :problem :abort :cause (fiber-failure fiber)))
           (t (error 'sb-thread:join-thread-error :thread fiber :problem problem)))))
 

@@ -31,6 +31,7 @@
 ;;;     :WANTED  -> :TOLD       the owner, which signals FIBER-CANCELLED
 ;;;     any      -> :LEAVING    the owner: no handler wanted that. It unwinds, to there or further
 ;;;     any      -> :LEFT       the owner, which has left the body by whatever way
+;;;     :LEFT    -> :ABANDONED  the owner, which was made to leave children behind
 ;;;
 ;;; Of a fiber itself the same is told by flags: +CANCELLED+, +TOLD+, +LEAVING+. Of several things
 ;;; that are to be left the outermost is, of those inside what is being left already: scopes that a
@@ -77,6 +78,8 @@
   (failures '() :type list)
   (reason nil :type symbol)
   (body :running :type symbol)
+  ;; The fiber that cancels it when its deadline has come, or NIL.
+  (watch nil)
   (population 0 :type word))
 (declaim (freeze-type scope))
 
@@ -223,20 +226,24 @@ nothing outside of what it is leaving; NIL if there is none."
   "THREAD, which is running, may have something else to leave."
   (when (fiber-p thread) (set-fiber-flag thread +to-leave+)))
 
-(defun leave-native-wait ()
+(defun leave-native-wait (&optional again)
   "The interruption of a thread that is to leave the body of a scope."
-  (let ((contexts *in-native-wait*))
-    (cond ((null contexts))
+  (let ((contexts *in-native-wait*)
+        (target (what-to-leave *current-thread*)))
+    (cond ((or (null contexts) (null target)))
           ((= contexts (1- *free-interrupt-context-index*))
            (with-interrupts (leave-what-is-cancelled *current-thread*)))
-          ((what-to-leave *current-thread*)
-           (ask-again-to-leave *current-thread*)))))
+          ((not again) (ask-again-to-leave *current-thread* target)))))
 
 ;;; The kernel restarts the wait when what has interrupted it returns.
-(defun ask-again-to-leave (thread)
-  (call-in-thread (lambda ()
-                    (fiber-sleep 1/100)
-                    (ask-to-leave thread))))
+(defun ask-again-to-leave (thread scope)
+  "Interrupt THREAD now and then, from another thread, until it leaves SCOPE."
+  (flet ((ask ()
+           (loop for pause = 1/100 then (min 1 (* 2 pause))
+                 do (fiber-sleep pause)
+                 while (eq (scope-body (truly-the scope scope)) :wanted)
+                 do (sb-thread:interrupt-thread thread (lambda () (leave-native-wait t))))))
+    (ignore-errors (call-in-thread #'ask))))
 
 (defmacro with-cancellable-native-wait (&body body)
   "Execute BODY, which waits and has no result that may be lost."
@@ -250,7 +257,8 @@ nothing outside of what it is leaving; NIL if there is none."
 (defun see-failure-of-scope ()
   "The running thread has found a fiber that has failed: if its own scope is cancelled, that is
 why."
-  (when *scope* (leave-what-is-cancelled *current-thread*)))
+  (when *scope* (leave-what-is-cancelled *current-thread*))
+  t)
 
 ;;;; cancelling
 

@@ -159,6 +159,7 @@ the restarts that there are now."
            (declare (ignore arguments))
            (return-from reported-p nil)))
     (let ((*cancellable* nil)
+          (sb-impl::*deadline* nil)
           (*invoke-debugger-hook* #'give-up)) ; BREAK is no condition that is signalled as an error
       (handler-bind ((serious-condition #'give-up))
         (make-room-to-report)           ; again, if a part of the report has used it up

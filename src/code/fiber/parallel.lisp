@@ -32,18 +32,27 @@ others are cancelled, and SCOPE-FAILED is signalled."
     `(with-fibers (,scope :limit ,limit :name "PARALLEL-DO")
        (map nil (lambda (,variable) (spawn ,scope (lambda () ,@body))) ,sequence))))
 
-(defun call-racers (functions on-failure winner)
-  "Call FUNCTIONS at a time. The values of the first that returns are the car of WINNER, in a list;
-the others are cancelled."
-  (let ((functions (mapcar #'fiber-function-argument functions)))
-    (with-fibers (scope :on-failure on-failure :name "RACE")
-      (dolist (function functions)
-        (declare (function function))
-        (let ((function function))
-          (spawn scope (lambda ()
-                         (let ((values (multiple-value-list (funcall function))))
-                           (unless (cas (car winner) nil (list values))
-                             (cancel-scope scope))))))))))
+(defun call-racers (functions on-failure)
+  "Call FUNCTIONS at a time. Return the values of the first that returns, when the others, which are
+cancelled then, have ended."
+  (let ((functions (mapcar #'fiber-function-argument functions))
+        (winner (list nil)))
+    (flet ((call (scope function)
+             (declare (function function))
+             (let ((values (multiple-value-list (funcall function))))
+               (unless (cas (car winner) nil (list values))
+                 (cancel-scope scope))))
+           (leave-losers (condition)
+             (when (car winner)
+               (when (eq on-failure :cancel) (report-lost-failures (failed-scope condition)))
+               (return-from call-racers (values-list (caar winner))))))
+      (handler-bind ((scope-failed #'leave-losers))
+        (with-fibers (scope :on-failure on-failure :name "RACE")
+          (dolist (function functions)
+            (spawn scope #'call :arguments (list scope function)))))
+      (unless (or (car winner) (null functions))
+        (error "~@<None of the fibers that ran ~S has returned.~:@>" functions))
+      (values-list (caar winner)))))
 
 (declaim (ftype (sfunction (&rest (or symbol function)) *) race first-success))
 (defun race (&rest functions)
@@ -51,19 +60,11 @@ the others are cancelled."
 own. When the first has returned the others are cancelled, and when these have ended its values are
 returned. If one fails before, the others are cancelled, and SCOPE-FAILED is signalled. Of no
 FUNCTIONS the values are none."
-  (let ((winner (list nil)))
-    (call-racers functions :cancel winner)
-    (values-list (caar winner))))
+  (call-racers functions :cancel))
 
 (defun first-success (&rest functions)
   "As RACE, but one of FUNCTIONS that fails is left behind. SCOPE-FAILED is signalled if all fail."
-  (let ((winner (list nil)))
-    (handler-bind ((scope-failed (lambda (condition)
-                                   (declare (ignore condition))
-                                   (when (car winner)
-                                     (return-from first-success (values-list (caar winner)))))))
-      (call-racers functions :collect winner)
-      (values-list (caar winner)))))
+  (call-racers functions :collect))
 
 (defmacro periodically ((seconds) &body body)
   "Execute BODY every SECONDS, a positive real, at once for the first time, until it is left, by
@@ -92,6 +93,10 @@ way, SEMAPHORE is incremented."
 (defun call-with-permit (function semaphore timeout)
   (declare (function function))
   (without-interrupts
-    (when (allow-with-interrupts (sb-thread:wait-on-semaphore semaphore :timeout timeout))
+    (when (allow-with-interrupts
+            (if (and timeout (zerop timeout))
+                (sb-thread:try-semaphore semaphore)
+                (sb-thread:wait-on-semaphore semaphore :timeout timeout)))
       (unwind-protect (with-local-interrupts (funcall function))
-        (sb-thread:signal-semaphore semaphore)))))
+        (let ((sb-impl::*deadline* nil)) ; which may have unwound FUNCTION
+          (sb-thread:signal-semaphore semaphore))))))

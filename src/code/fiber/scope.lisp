@@ -95,7 +95,9 @@ over before."
     (when failure
       (atomic-push (cons fiber failure) (scope-failures scope))
       (when (eq (scope-on-failure scope) :cancel)
-        (cancel-for :failure scope)))
+        (cancel-for :failure scope))
+      (when (eq (scope-body scope) :abandoned)
+        (report-lost-failures scope)))
     (when permits (sb-thread:signal-semaphore permits))))
 
 (defun end-child (child)
@@ -128,7 +130,8 @@ over before."
   "Make a fiber that calls FUNCTION, a function or the name of one, with ARGUMENTS, a list of
 arguments or one that is no list; let it run, and return it. SCOPE is what WITH-FIBERS has bound its
 variable to: the form is not left before the fiber has ended. If the scope has a limit, wait until
-another of its fibers has ended; if it was cancelled, the fiber ends at once. If SCOPE is NIL the
+another of its fibers has ended, which is never if all these wait here; if it was cancelled, the
+fiber ends at once. If SCOPE is NIL the
 fiber belongs to no scope: it runs in the group of the fiber that calls this, or else in the default
 group.
 
@@ -157,7 +160,9 @@ SUBMIT-FIBER signal, and a SB-THREAD:THREAD-ERROR if the WITH-FIBERS of SCOPE ha
              (setf (values added problem) (submit-child scope child)))
         (unless added
           (setf (fiber-start fiber) start)
-          (when permits (sb-thread:signal-semaphore permits)))))
+          (when permits
+            (let ((sb-impl::*deadline* nil)) ; which may have unwound the wait
+              (sb-thread:signal-semaphore permits))))))
     (cond (added fiber)
           (problem (error problem))
           (t (misuse fiber "~@<~S cannot run in ~S, which has been left.~:@>" fiber scope)))))
@@ -236,7 +241,12 @@ none. Signals a TYPE-ERROR if one of these is something else."
 (defun group-of-scope (group)
   (cond (group (group-argument group))
         ((in-fiber-p) (fiber-group (truly-the fiber *current-thread*)))
-        (t (or *default-group* (start-fibers)))))
+        (*default-group*)
+        (t (let ((group (start-fibers)))
+             (if (eq group *default-group*)
+                 group
+                 (progn (finish-fibers group) ; another thread was faster
+                        (group-argument t)))))))
 
 (defun check-scope-arguments (limit deadline on-failure)
   (flet ((check (datum type control)
@@ -260,46 +270,53 @@ none. Signals a TYPE-ERROR if one of these is something else."
 (defun call-with-scope (function &key limit deadline on-failure name group)
   (declare (function function))
   (check-scope-arguments limit deadline on-failure)
-  (let* ((scope (make-scope limit name group on-failure))
-         (watch (and deadline (watch-deadline scope deadline)))
-         (values (list nil))
-         (joined nil)
-         (left nil))
+  (let ((scope (make-scope limit name group on-failure))
+        (values (list nil))
+        (joined nil)
+        (left nil)
+        (ended nil))
+    (ensure-waking-room 16384) ; else the cleanup could be cut off
+    (when deadline (watch-deadline scope deadline))
     (without-interrupts
       (enter-tree scope)
       (unwind-protect
-           (with-local-interrupts
-             (when watch (submit-fiber (scope-group scope) watch))
-             (catch scope
-               (let ((*scope* scope))
-                 (setf values (multiple-value-list (funcall function scope)))
-                 (await-children scope nil)
-                 (setf joined t)))
+           (progn
+             (with-local-interrupts
+               (catch scope
+                 (let ((*scope* scope))
+                   (setf values (multiple-value-list (funcall function scope)))
+                   (await-children scope nil)
+                   (setf joined t))))
              (setf left t))
         (setf (scope-body scope) :left)
         (look-again *current-thread*) ; what it heard nothing of while it left the body
         (unwind-protect
              (let ((*cancellable* nil) (sb-impl::*deadline* nil))
-               (when watch (end-watch watch))
                (unless (or joined (end-children scope))
                  ;; From now on the user can leave them behind.
-                 (with-local-interrupts (await-children scope nil))))
+                 (with-local-interrupts (await-children scope nil)))
+               (setf ended t))
+          (unless ended (setf (scope-body scope) :abandoned))
+          (end-watch scope)
           (leave-tree scope)
-          (unless left (report-lost-failures scope)))))
+          (unless (and left ended) (report-lost-failures scope)))))
     (signal-failures scope (and (not joined) deadline))
     (values-list values)))
 
 (defun watch-deadline (scope seconds)
-  "A fiber that cancels SCOPE after SECONDS unless it is cancelled before."
-  (make-fiber (lambda ()
-                (sleep seconds)
-                (cancel-for :deadline scope))
-              :name "deadline of a scope"))
+  "Make a fiber that cancels SCOPE after SECONDS unless it is cancelled before."
+  (let ((deadline (seconds-from-now seconds)))
+    (without-interrupts
+      (setf (scope-watch scope)
+            (submit-fiber (scope-group scope)
+                          (make-fiber (lambda ()
+                                        (park-until deadline)
+                                        (cancel-for :deadline scope))
+                                      :name "deadline of a scope"))))))
 
-(defun end-watch (watch)
-  (when (fiber-group watch)
-    (cancel-fiber watch)
-    (wait-for-end watch nil)))
+;;; It is not waited for: it may have no turn for long.
+(defun end-watch (scope)
+  (when (scope-watch scope) (cancel-fiber (scope-watch scope))))
 
 ;;; EXIT unwinds threads that have scopes, and does not wait for ever.
 (defun end-children (scope)
@@ -369,4 +386,5 @@ tell the user, if that takes longer than the grace."
         (setf (scope-body scope) :left)
         (cancel-for :exit scope)
         (await-children scope nil)
+        (end-watch scope)
         (report-lost-failures scope)))))
