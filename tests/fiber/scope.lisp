@@ -209,6 +209,17 @@
                                       :not-reached))
                         'scope-failed)))))
 
+(test joining-who-was-cancelled-for-that-as-well
+  (in-owners (group)
+    (loop repeat 50
+          do (is (typep (failure-of (with-fibers (scope :group group)
+                                      (let ((others (loop repeat 5 collect (child (scope)
+                                                                             (wait-for-ever)))))
+                                        (child (scope) (error 'expected-error))
+                                        (mapc #'fiber-join others)
+                                        :not-reached)))
+                        'scope-failed)))))
+
 (test the-debugger-of-a-child-comes-first
   (in-owners (group)
     (is (eq :hook (with-fibers (scope :group group)

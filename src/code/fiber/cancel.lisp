@@ -299,10 +299,11 @@ cancelled before, or has been left."
   (without-interrupts ; unwound in between, it would leave some uncancelled
     (when (and (not (logtest +closed+ (scope-population scope)))
                (null (cas (scope-reason scope) nil reason)))
-      (cancel-children scope)
-      (when (eq (cas (scope-body scope) :running :wanted) :running)
-        (let ((sb-impl::*deadline* nil))
-          (ask-to-leave (scope-owner scope))))
+      ;; First, or the body could join a child that has ended for this and not know why.
+      (let ((asked (eq (cas (scope-body scope) :running :wanted) :running))
+            (sb-impl::*deadline* nil))
+        (cancel-children scope)
+        (when asked (ask-to-leave (scope-owner scope))))
       t)))
 
 ;;; Each child goes to the end of the chain when it has been cancelled. Those that are added
