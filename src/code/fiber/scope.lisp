@@ -97,7 +97,7 @@ over before."
       (when (eq (scope-on-failure scope) :cancel)
         (cancel-for :failure scope))
       (when (eq (scope-body scope) :abandoned)
-        (report-lost-failures scope)))
+        (report-lost-failure scope fiber failure)))
     (when permits (sb-thread:signal-semaphore permits))))
 
 (defun end-child (child)
@@ -131,9 +131,8 @@ over before."
 arguments or one that is no list; let it run, and return it. SCOPE is what WITH-FIBERS has bound its
 variable to: the form is not left before the fiber has ended. If the scope has a limit, wait until
 another of its fibers has ended, which is never if all these wait here; if it was cancelled, the
-fiber ends at once. If SCOPE is NIL the
-fiber belongs to no scope: it runs in the group of the fiber that calls this, or else in the default
-group.
+fiber ends at once. If SCOPE is NIL the fiber belongs to no scope: it runs in the group of the fiber
+that calls this, or else in the default group.
 
 NAME, STACK-SIZE and INITIAL-BINDINGS are as MAKE-FIBER takes them. Signals what MAKE-FIBER and
 SUBMIT-FIBER signal, and a SB-THREAD:THREAD-ERROR if the WITH-FIBERS of SCOPE has been left."
@@ -276,11 +275,11 @@ none. Signals a TYPE-ERROR if one of these is something else."
         (left nil)
         (ended nil))
     (ensure-waking-room 16384) ; else the cleanup could be cut off
-    (when deadline (watch-deadline scope deadline))
     (without-interrupts
       (enter-tree scope)
       (unwind-protect
            (progn
+             (when deadline (watch-deadline scope deadline))
              (with-local-interrupts
                (catch scope
                  (let ((*scope* scope))
@@ -306,13 +305,12 @@ none. Signals a TYPE-ERROR if one of these is something else."
 (defun watch-deadline (scope seconds)
   "Make a fiber that cancels SCOPE after SECONDS unless it is cancelled before."
   (let ((deadline (seconds-from-now seconds)))
-    (without-interrupts
-      (setf (scope-watch scope)
-            (submit-fiber (scope-group scope)
-                          (make-fiber (lambda ()
-                                        (park-until deadline)
-                                        (cancel-for :deadline scope))
-                                      :name "deadline of a scope"))))))
+    (setf (scope-watch scope)
+          (submit-fiber (scope-group scope)
+                        (make-fiber (lambda ()
+                                      (park-until deadline)
+                                      (cancel-for :deadline scope))
+                                    :name "deadline of a scope")))))
 
 ;;; It is not waited for: it may have no turn for long.
 (defun end-watch (scope)
@@ -340,11 +338,13 @@ tell the user, if that takes longer than the grace."
 (defun report-lost-failures (scope)
   "The form of SCOPE is left by an exit of its body: its failures are not signalled."
   (loop for (fiber . failure) in (reverse (scope-failures scope))
-        do (reported-p (lambda ()
-                         (format *error-output*
-                                 "~&~@<~S, in ~S, which was left meanwhile, ended with: ~
-                                  ~2I~_~A~:>~%"
-                                 fiber scope failure)))))
+        do (report-lost-failure scope fiber failure)))
+
+(defun report-lost-failure (scope fiber failure)
+  (reported-p (lambda ()
+                (format *error-output*
+                        "~&~@<~S, in ~S, which was left meanwhile, ended with: ~2I~_~A~:>~%"
+                        fiber scope failure))))
 
 (defun signal-failures (scope deadline)
   (let ((failures (reverse (scope-failures scope))))
