@@ -20,6 +20,10 @@
 ;;; none can be done there is a node for each in its line, with the same waiter: see waiter.lisp.
 ;;; What becomes ready between the trial and the entry is found under the lock where the node is
 ;;; entered.
+;;;
+;;; What an operation is made of in the end is pauses, which are a time limit for the others, and
+;;; leaves: transfers, by channels, and occasions, which are all else that can be waited for, each in
+;;; its way. See occasion.lisp.
 
 (defstruct (operation (:constructor nil) (:copier nil))
   "What can be performed, by PERFORM, alone or as one of several.")
@@ -30,6 +34,27 @@
   (channel (missing-arg) :type channel :read-only t)
   (kind (missing-arg) :type (member :send :receive) :read-only t)
   (value nil :read-only t))
+
+;;; The functions of a way are called with interrupts off, and do not wait. OBJECT is what it is the
+;;; way to wait for.
+(defstruct (way (:constructor make-way (&key likely-p try prepare leave collect undo)) (:copier nil))
+  ;; (OBJECT) => could it be done now, as far as can be seen without a lock?
+  (likely-p (missing-arg) :type function :read-only t)
+  ;; (OBJECT NODE CLAIM): as OFFER does
+  (try (missing-arg) :type function :read-only t)
+  ;; (OBJECT) => the value of a node, before that is entered; may signal an error
+  (prepare (constantly nil) :type function :read-only t)
+  ;; (OBJECT NODE): NODE, which was prepared, is to be in no line, whether it was entered or not
+  (leave (missing-arg) :type function :read-only t)
+  ;; (OBJECT VALUE) => the value of the operation: it was done, VALUE is that of the node, if any
+  (collect (missing-arg) :type function :read-only t)
+  ;; (OBJECT): it was done, and not collected, for one that is unwound
+  (undo (constantly nil) :type function :read-only t))
+(declaim (freeze-type way))
+
+(defstruct (occasion (:include operation) (:constructor make-occasion (object way)) (:copier nil))
+  (object (missing-arg) :read-only t)
+  (way (missing-arg) :type way :read-only t))
 
 (defstruct (pause (:include operation) (:constructor make-pause (seconds)) (:copier nil))
   (seconds (missing-arg) :type (real 0) :read-only t))
@@ -74,8 +99,10 @@ the values of that."
 
 ;;;; the branches of an operation
 
-(defstruct (branch (:constructor make-branch (transfer functions)) (:copier nil))
-  (transfer (missing-arg) :type transfer :read-only t)
+(deftype leaf () '(or transfer occasion))
+
+(defstruct (branch (:constructor make-branch (leaf functions)) (:copier nil))
+  (leaf (missing-arg) :type leaf :read-only t)
   ;; to be called with its values, the first one first
   (functions '() :type list :read-only t)
   (node nil :type (or null node)))
@@ -84,22 +111,22 @@ the values of that."
 (defconstant +most-branches+ 65536)     ; the numbers of nodes
 
 (defun map-leaves (function operation)
-  "Call FUNCTION with each transfer and pause of OPERATION, and what that is wrapped in, a list."
+  "Call FUNCTION with each leaf and pause of OPERATION, and what that is wrapped in, a list."
   (labels ((walk (operation functions)
              (etypecase operation
                (wrapping (walk (wrapping-operation operation)
                                (cons (wrapping-function operation) functions)))
                (alternative (dolist (operation (alternative-operations operation))
                               (walk operation functions)))
-               ((or transfer pause) (funcall function operation functions)))))
+               ((or leaf pause) (funcall function operation functions)))))
     (walk operation '())))
 
 (defun branches-of (operation)
-  "The branches of OPERATION that are transfers, a vector; then the shortest time that it waits for,
-or NIL, and the functions for that."
+  "The branches of OPERATION, for its leaves, a vector; then the shortest time that it waits for, or
+NIL, and the functions for that."
   (let ((branches '()) (n 0) (seconds nil) (functions '()))
     (map-leaves (lambda (leaf wrapped)
-                  (cond ((transfer-p leaf)
+                  (cond ((typep leaf 'leaf)
                          (push (make-branch leaf wrapped) branches)
                          (incf n))
                         ((or (null seconds) (< (pause-seconds leaf) seconds))
@@ -135,19 +162,24 @@ or NIL, and the functions for that."
 
 ;;;; choosing a branch
 
+(defmacro call-way (name occasion &rest arguments)
+  "Call what NAME reads of the way of OCCASION, with the object of that and ARGUMENTS."
+  `(funcall (,name (occasion-way ,occasion)) (occasion-object ,occasion) ,@arguments))
+
 (defun try-branch (branch node claim)
   "Do what BRANCH is for, or enter NODE: an outcome, and a value."
-  (let* ((transfer (branch-transfer branch)) (channel (transfer-channel transfer)))
-    (if (eq (transfer-kind transfer) :send)
-        (offer channel (transfer-value transfer) node claim)
-        (accept channel node claim))))
+  (let ((leaf (branch-leaf branch)))
+    (cond ((occasion-p leaf) (call-way way-try leaf node claim))
+          ((eq (transfer-kind leaf) :send)
+           (offer (transfer-channel leaf) (transfer-value leaf) node claim))
+          (t (accept (transfer-channel leaf) node claim)))))
 
 (defun likely-p (branch)
   "Could BRANCH be done at once, as far as can be seen without a lock?"
-  (let* ((transfer (branch-transfer branch)) (channel (transfer-channel transfer)))
-    (if (eq (transfer-kind transfer) :send)
-        (offer-likely-p channel)
-        (accept-likely-p channel))))
+  (let ((leaf (branch-leaf branch)))
+    (cond ((occasion-p leaf) (call-way way-likely-p leaf))
+          ((eq (transfer-kind leaf) :send) (offer-likely-p (transfer-channel leaf)))
+          (t (accept-likely-p (transfer-channel leaf))))))
 
 (defun try-branches (branches)
   "The first of BRANCHES that can be done at once, the outcome, and the value; or NIL."
@@ -156,12 +188,15 @@ or NIL, and the functions for that."
           do (multiple-value-bind (outcome value) (try-branch branch nil nil)
                (unless (eq outcome :refused) (return (values branch outcome value))))))
 
+(defun prepare-value (leaf)
+  (if (occasion-p leaf) (call-way way-prepare leaf) (transfer-value leaf)))
+
 (defun make-nodes (branches waiter)
   "Give each of BRANCHES a node for WAITER."
   (loop for branch across (the simple-vector branches)
         for i of-type index from 0
         do (setf (branch-node branch)
-                 (make-node waiter (transfer-value (branch-transfer branch)) i))))
+                 (make-node waiter (prepare-value (branch-leaf branch)) i))))
 
 ;;; From the first entry on nothing is allocated: an error would leave a waiter there that is gone.
 (defun enter-lines (branches)
@@ -176,8 +211,13 @@ TRY-BRANCHES; or NIL and :CHOSEN."
                (t (return (values branch outcome value)))))))
 
 (defun leave-lines (branches)
+  "Let those of BRANCHES that have a node be in no line."
   (loop for branch across (the simple-vector branches)
-        do (leave-line (transfer-channel (branch-transfer branch)) (branch-node branch))))
+        for leaf = (branch-leaf branch)
+        for node = (branch-node branch)
+        do (cond ((null node))
+                 ((occasion-p leaf) (call-way way-leave leaf node))
+                 (t (leave-line (transfer-channel leaf) node)))))
 
 (defun chosen-branch (branches waiter)
   "The branch for which WAITER was chosen, the outcome, and the value."
@@ -191,9 +231,10 @@ TRY-BRANCHES; or NIL and :CHOSEN."
   "WAITER, which was chosen, is being unwound."
   (leave-lines branches)
   (multiple-value-bind (branch outcome value) (chosen-branch branches waiter)
-    (let ((transfer (branch-transfer branch)))
-      (when (and (eq outcome :done) (eq (transfer-kind transfer) :receive))
-        (give-back (transfer-channel transfer) value)))))
+    (let ((leaf (branch-leaf branch)))
+      (cond ((occasion-p leaf) (call-way way-undo leaf))
+            ((and (eq outcome :done) (eq (transfer-kind leaf) :receive))
+             (give-back (transfer-channel leaf) value))))))
 
 (defun wait-for-branch (operation branches timeout)
   "Wait until one of BRANCHES, those of OPERATION, can be done; return what CHOSEN-BRANCH does, or
@@ -202,7 +243,10 @@ NIL after TIMEOUT seconds. With interrupts off."
     (flet ((chosen ()
              (leave-lines branches)
              (chosen-branch branches waiter)))
-      (make-nodes branches waiter)
+      (let ((made nil))
+        (unwind-protect (progn (make-nodes branches waiter)
+                               (setf made t))
+          (unless made (leave-lines branches))))
       (multiple-value-bind (branch outcome value) (enter-lines branches)
         (cond ((null outcome)
                (when (sleeping (waiter operation timeout)
@@ -215,14 +259,20 @@ NIL after TIMEOUT seconds. With interrupts off."
               (t (leave-lines branches)
                  (values branch outcome value)))))))
 
+(defun collect-value (branch value)
+  (let ((leaf (branch-leaf branch)))
+    (if (occasion-p leaf)
+        (call-way way-collect leaf value)
+        value)))
+
 (defun select-branch (operation branches timeout wait-p)
   "Do one of BRANCHES, those of OPERATION; return that, the outcome and the value, or NIL."
   (shuffle branches)
   (with-room-to-wake
     (multiple-value-bind (branch outcome value) (try-branches branches)
-      (if (or branch (not wait-p))
-          (values branch outcome value)
-          (wait-for-branch operation branches timeout)))))
+      (unless (or branch (not wait-p))
+        (setf (values branch outcome value) (wait-for-branch operation branches timeout)))
+      (values branch outcome (and branch (collect-value branch value))))))
 
 ;;;; performing
 
@@ -237,10 +287,11 @@ values."
 
 (defun end-branch (branch outcome value)
   "Return what BRANCH does, which has OUTCOME and VALUE."
-  (let ((transfer (branch-transfer branch)) (functions (branch-functions branch)))
-    (cond ((eq (transfer-kind transfer) :send)
+  (let ((leaf (branch-leaf branch)) (functions (branch-functions branch)))
+    (cond ((occasion-p leaf) (call-wrapped functions value))
+          ((eq (transfer-kind leaf) :send)
            (when (eq outcome :closed)
-             (error 'channel-closed :channel (transfer-channel transfer)))
+             (error 'channel-closed :channel (transfer-channel leaf)))
            (call-wrapped functions t))
           ((eq outcome :closed) (call-wrapped functions nil nil :closed))
           (t (call-wrapped functions value t)))))

@@ -9,15 +9,18 @@
 
 (in-package :sb-concurrency)
 
+(defparameter *operation-makers*
+  '((receive receive-operation) (send send-operation) (:timeout pause-operation)
+    (wait-on-semaphore semaphore-operation) (receive-message mailbox-operation)
+    (wait-on-gate gate-operation) (join-thread join-operation) (await promise-operation)
+    #+sb-fiber (sb-fiber:fiber-join join-operation)
+    #+sb-fiber (sb-sys:wait-until-fd-usable descriptor-operation))
+  "What waits, and what makes the operation that waits for the same.")
+
 (defun select-operation-form (head)
   "The form whose value is the operation that HEAD, of a clause of SELECT, stands for."
-  (if (consp head)
-      (case (first head)
-        (receive `(receive-operation ,@(rest head)))
-        (send `(send-operation ,@(rest head)))
-        (:timeout `(pause-operation ,@(rest head)))
-        (t head))
-      head))
+  (let ((maker (and (consp head) (second (assoc (first head) *operation-makers*)))))
+    (if maker (cons maker (rest head)) head)))
 
 (defun ignoring-more-values (lambda-list)
   "LAMBDA-LIST, of required parameters, as one that takes any number of arguments."
@@ -50,10 +53,17 @@ return their values. Each of CLAUSES is
 
 where OPERATION is one of
 
-  (RECEIVE channel)     which gives the values of RECEIVE
-  (SEND channel value)  which gives true
-  (:TIMEOUT seconds)    which can be done after SECONDS, and gives NIL
-  any other form        whose value is an operation, see PERFORM
+  (RECEIVE channel)               which gives the values of RECEIVE
+  (SEND channel value)            which gives true
+  (WAIT-ON-SEMAPHORE semaphore)   which takes one permit, and gives true
+  (RECEIVE-MESSAGE mailbox)       which gives the message and true
+  (WAIT-ON-GATE gate)             which gives true
+  (JOIN-THREAD thread)            which gives the values of the thread or fiber
+  (AWAIT promise)                 which gives the values of the promise
+  (SB-SYS:WAIT-UNTIL-FD-USABLE descriptor direction)
+                                  which gives true; only with fibers
+  (:TIMEOUT seconds)              which can be done after SECONDS, and gives NIL
+  any other form                  whose value is an operation, see PERFORM
 
 The VARIABLEs are bound to the values that it gives while the FORMs are executed. Forms in
 OPERATIONs are evaluated first, in order. If several things can be done, any of them is. One of
@@ -62,7 +72,8 @@ CLAUSES may be
   (:DEFAULT () FORM...)
 
 which is taken if no other can be done at once. Signals CHANNEL-CLOSED if a channel to which
-something was to be sent is closed, and SB-SYS:DEADLINE-TIMEOUT."
+something was to be sent is closed, what the operation that was done signals, and
+SB-SYS:DEADLINE-TIMEOUT."
   (mapc #'check-clause clauses)
   (when (< 1 (count :default clauses :key #'first))
     (error 'sb-int:simple-program-error

@@ -72,16 +72,20 @@
     "The value of BODY, executed while the lock at PLACE is held. With interrupts off."
     `(sb-fiber::with-tiny-lock (,place) ,@body)))
 
+(defmacro holding ((mutex) &body body)
+  "The value of BODY, executed while MUTEX is held. Nothing but BODY unwinds this."
+  ;; A deadline that is over would, as an interruption would.
+  `(without-interrupts
+     (let ((sb-impl::*deadline* nil))
+       (sb-thread::with-system-mutex (,mutex) (values (progn ,@body))))))
+
 #-sb-fiber
 (progn
   (deftype lock () 'mutex)
   (defmacro make-lock () '(make-mutex :name "channel"))
   (defmacro with-lock ((place) &body body)
     "The value of BODY, executed while the lock at PLACE is held. With interrupts off."
-    ;; A deadline that is over would unwind this as an interruption would.
-    `(without-interrupts
-       (let ((sb-impl::*deadline* nil))
-         (sb-thread::with-system-mutex (,place) (values (progn ,@body)))))))
+    `(holding (,place) ,@body)))
 
 ;;;; lines, under their locks
 

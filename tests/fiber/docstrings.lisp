@@ -29,7 +29,7 @@
                       for path = (sb-introspect:definition-source-pathname source)
                       thereis (and path (member (pathname-name path)
                                                 '("channel" "operation" "select"
-                                                  "promise")
+                                                  "promise" "occasion")
                                                 :test #'string-equal)))))
 
 (defparameter *public*

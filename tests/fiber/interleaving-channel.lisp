@@ -40,7 +40,7 @@
     (multiple-value-bind (branch outcome value)
         (steps::select-branch nil (apply #'branches transfers) deadline t)
       (if branch
-          (let ((transfer (sb-concurrency::branch-transfer branch)))
+          (let ((transfer (sb-concurrency::branch-leaf branch)))
             (list (sb-concurrency::transfer-channel transfer)
                   (sb-concurrency::transfer-kind transfer)
                   (cond ((neq outcome :done) outcome)

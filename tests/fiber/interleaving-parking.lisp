@@ -94,6 +94,35 @@
                  "The fiber ~:[was not~;was~] woken, and its result is ~A." taken result)
         (phase-problem fiber) (bucket-problem))))
 
+;;; A fiber that is in no chain any more is never woken.
+(defun enter-in-setup (fiber address)
+  (setf (sb-fiber::fiber-wait-address fiber) address)
+  (incf (sb-fiber::bucket-waiters *bucket*))
+  (sb-fiber::append-to-queue *bucket* nil fiber))
+
+(defparameter *growth*
+  (history ((fibers (loop for i from 1 to 3
+                          for fiber = (make-test-fiber)
+                          do (enter-in-setup fiber (* 8 i))
+                          collect fiber))
+            (left nil))
+      (("one" (steps::grow-bucket *bucket*))
+       ("other" (steps::grow-bucket *bucket*))
+       ("leaver" (setf left (steps::leave-bucket *bucket* (second fibers)))))
+    (or (problem (not left) "The second has not left.")
+        (problem (= 1 (length (sb-fiber::bucket-chains *bucket*))) "It has not grown.")
+        (loop for fiber in (list (first fibers) (third fibers))
+              for taken = (sb-fiber::take-from-bucket *bucket*
+                                                      (sb-fiber::fiber-wait-address fiber))
+              thereis (problem (not (eq fiber taken)) "~A is in no chain." fiber))
+        (bucket-problem))))
+
+(test nobody-is-lost-in-growth (holds *growth*))
+
+(test bug-two-grow-at-a-time
+  (with-changes (("GROW-BUCKET" "(eq old (bucket-chains bucket))" "t"))
+    (fails *growth*)))
+
 (test no-wake-is-lost
   (holds *fiber-waits* :store-buffers t)
   (holds *fiber-waits-alone*)

@@ -171,6 +171,15 @@
     (is (equal '(1 2 :closed) (relayed t)))
     (is (equal '(1 2 :stopped) (relayed nil)))))
 
+(example serve-until "(defun serve-until"
+  (run-text text)
+  (let* ((jobs (sb-concurrency:make-mailbox)) (stop (sb-concurrency:make-gate)) (done (make-flag))
+         (server (make-thread #'call :arguments (list "SERVE-UNTIL" stop jobs))))
+    (loop repeat 3 do (sb-concurrency:send-message jobs (lambda () (count-one done))))
+    (is-true (wait-until (= 3 (flag-count done))))
+    (sb-concurrency:open-gate stop)
+    (is (null (join-thread server :timeout *patience*)))))
+
 (defun ask-once (port question)
   "What the server at PORT answers, or NIL if it does not listen yet."
   (let ((socket (make-instance 'inet-socket :type :stream :protocol :tcp)))

@@ -392,8 +392,8 @@ ended; and a fiber that one of them waits for."
         sum (sb-fiber::bucket-waiters bucket) into waiters
         sum (sb-fiber::bucket-native bucket) into native
         sum (sb-fiber::bucket-claims bucket) into claims
-        count (sb-fiber::bucket-chain bucket) into chains
-        finally (return (list waiters native claims chains))))
+        sum (sb-fiber::bucket-queues bucket) into queues
+        finally (return (list waiters native claims queues))))
 
 (defmacro nobody-left (&body body)
   "Check that BODY leaves nothing in the parking lot that was not there."

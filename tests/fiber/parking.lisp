@@ -33,8 +33,9 @@
 
 (defun queues (bucket)
   "The first fibers of the queues of BUCKET."
-  (loop for fiber = (sb-fiber::bucket-chain bucket) then (sb-fiber::fiber-wait-word fiber)
-        while fiber collect fiber))
+  (loop for first across (sb-fiber::bucket-chains bucket)
+        nconc (loop for fiber = first then (sb-fiber::fiber-wait-word fiber)
+                    while fiber collect fiber)))
 
 (defun queue-of (bucket address)
   "The fibers that wait for ADDRESS in BUCKET, the longest waiting first."
@@ -173,6 +174,7 @@
                           always (or (null next)
                                      (eq fiber (sb-fiber::fiber-wait-previous next)))))
        (= (length (queues bucket))
+          (sb-fiber::bucket-queues bucket)
           (length (remove-duplicates (mapcar #'cdr model))))
        (every (lambda (fiber) (and (= 0 (address-of fiber)) (equal '(nil nil nil) (links fiber))))
               spare)
@@ -213,6 +215,31 @@ the first that differs, or NIL."
 (test random-operations
   (with-words (one two three)
     (is (null (random-operations 10000 (vector one two three))))))
+
+(test random-operations-on-many-words
+  (with-words (first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth)
+    (is (null (random-operations 5000 (vector first second third fourth fifth sixth seventh eighth
+                                              ninth tenth eleventh twelfth))))))
+
+(defun longest-chain (bucket)
+  (loop for first across (sb-fiber::bucket-chains bucket)
+        maximize (loop for fiber = first then (sb-fiber::fiber-wait-word fiber)
+                       while fiber count t)))
+
+;;; Prevents: wake-ups that take the longer the more other words fibers wait for.
+(test chains-stay-short
+  (loop for shift from 3 to 16
+        do (let ((bucket (sb-fiber::make-bucket)) (n 1000))
+             (with-words (base)
+               (dotimes (i n)
+                 ;; ENTER-BUCKET reads the word, of which there are not so many.
+                 (let ((fiber (make-waiter)))
+                   (sb-fiber::bucket-ensure-room bucket)
+                   (setf (sb-fiber::fiber-wait-address fiber) (+ base (ash i shift)))
+                   (sb-sys:without-interrupts
+                     (sb-fiber::append-to-queue bucket nil fiber)))))
+             (is (= n (length (queues bucket)) (sb-fiber::bucket-queues bucket)))
+             (is (<= (longest-chain bucket) 16) "Distance ~D" (ash 1 shift)))))
 
 ;;; Prevents: objects that lie at like distances, as those of an allocation region do, in
 ;;; one bucket.

@@ -19,15 +19,19 @@
 ;;; same word. (WebKit's parking lot and the kernel's futexes are the models.)
 ;;;
 ;;; What is true when nobody is inside:
-;;;  - a bucket has a queue for each word that a fiber waits for there. CHAIN is the first fiber of
-;;;    one of these queues, whose WAIT-WORD is the first of the next one, and so on;
+;;;  - a bucket has QUEUES queues, one for each word that a fiber waits for there. CHAINS[i] is the
+;;;    first fiber of one of these queues, whose WAIT-WORD is the first of the next one, and so on;
+;;;    i is CHAIN-INDEX of all these words;
 ;;;  - a queue is linked by WAIT-NEXT and WAIT-PREVIOUS, the longest waiting first; the
 ;;;    WAIT-PREVIOUS of the first is the last. Each has WAIT-ADDRESS the word it waits for;
 ;;;  - a fiber that is in no queue has WAIT-ADDRESS 0 and no links;
 ;;;  - WAITERS counts the fibers in queues and the threads that wait natively or are about
 ;;;    to; NATIVE the latter; CLAIMS the fibers with WAIT-CLAIM :WANTED.
 ;;; So entering, leaving and taking cost no more when ten thousand fibers wait for the word, which
-;;; matters as they are done with the collector held off. They cost more when words share a bucket.
+;;; matters as they are done with the collector held off; nor when fibers wait for a million words,
+;;; as a bucket gets more chains when its queues become many. It keeps them. The buckets themselves
+;;; are never more or fewer, since a thread that waits natively is counted in one, and which word it
+;;; waits for is not known there.
 ;;;
 ;;; No wake-up is lost. A waiter raises WAITERS (a locked instruction), *then* reads the word,
 ;;; under the lock or in the kernel. A waker has changed the word (with a locked instruction),
@@ -50,7 +54,8 @@
   (native 0 :type word)
   (claims 0 :type fixnum)
   (preference 0 :type bit)
-  (chain nil))
+  (queues 0 :type index)
+  (chains (make-array 1 :initial-element nil) :type simple-vector))
 (declaim (freeze-type bucket))
 
 (define-load-time-global *buckets* (make-array n-buckets))
@@ -66,34 +71,54 @@
 
 ;;;; the queues of a bucket, under its lock
 
+;;; Words of one bucket have much in common, which multiplying by 2^64 over the golden ratio
+;;; scatters: Donald Knuth, The Art of Computer Programming, volume 3, section 6.4.
+(declaim (inline chain-index))
+(defun chain-index (chains address)
+  "The index of the chain, of CHAINS, a vector whose length is a power of two, for ADDRESS."
+  (declare (simple-vector chains) (word address) (optimize (safety 0)))
+  (logand (ash (logand (* address #x9E3779B97F4A7C15) most-positive-word) -40)
+          (1- (length chains))))
+
 (declaim (inline first-waiter replace-first append-to-queue put-before-queue count-claim
                  unlink-waiter))
 (defun first-waiter (bucket address)
   "The fiber that has waited longest for ADDRESS in BUCKET, or NIL."
   (declare (word address) (optimize (safety 0)))
-  (let ((fiber (bucket-chain bucket)))
+  (let* ((chains (bucket-chains bucket))
+         (fiber (svref chains (chain-index chains address))))
     (loop until (or (null fiber) (= (fiber-wait-address (truly-the fiber fiber)) address))
           do (setf fiber (fiber-wait-word (truly-the fiber fiber))))
     fiber))
 
 (defun replace-first (bucket old new)
   "Let NEW, the first of a queue or NIL, stand where OLD does among the queues of BUCKET."
-  (declare (optimize (safety 0)))
-  (if (eq (bucket-chain bucket) old)
-      (setf (bucket-chain bucket) new)
-      (let ((other (truly-the fiber (bucket-chain bucket))))
-        (loop until (eq (fiber-wait-word other) old)
-              do (setf other (truly-the fiber (fiber-wait-word other))))
-        (setf (fiber-wait-word other) new))))
+  (declare (fiber old) (optimize (safety 0)))
+  (let* ((chains (bucket-chains bucket))
+         (index (chain-index chains (fiber-wait-address old)))
+         (first (svref chains index)))
+    (if (eq first old)
+        (setf (svref chains index) new)
+        (let ((other (truly-the fiber first)))
+          (loop until (eq (fiber-wait-word other) old)
+                do (setf other (truly-the fiber (fiber-wait-word other))))
+          (setf (fiber-wait-word other) new)))))
+
+(defmacro push-queue (first chains)
+  "Let the queue whose first fiber is FIRST be the first of its chain, of CHAINS."
+  `(let ((index (chain-index ,chains (fiber-wait-address ,first))))
+     (setf (fiber-wait-word ,first) (svref ,chains index)
+           (svref ,chains index) ,first)))
 
 (defun append-to-queue (bucket first fiber)
   "Let FIBER be the last of the queue that FIRST is the first of, or the only one of a new queue."
   (declare (optimize (safety 0)))
   (setf (fiber-wait-next fiber) nil)
   (if (null first)
-      (setf (fiber-wait-previous fiber) fiber
-            (fiber-wait-word fiber) (bucket-chain bucket)
-            (bucket-chain bucket) fiber)
+      (let ((chains (bucket-chains bucket)))
+        (setf (fiber-wait-previous fiber) fiber
+              (bucket-queues bucket) (truly-the index (1+ (bucket-queues bucket))))
+        (push-queue fiber chains))
       (let* ((first (truly-the fiber first))
              (last (truly-the fiber (fiber-wait-previous first))))
         (setf (fiber-wait-next last) fiber
@@ -122,6 +147,8 @@
     (if (eq fiber first)
         (replace-first bucket fiber (or next (fiber-wait-word fiber)))
         (setf (fiber-wait-next (truly-the fiber previous)) next))
+    (when (and (eq fiber first) (null next))
+      (setf (bucket-queues bucket) (truly-the index (1- (bucket-queues bucket)))))
     (cond ((null next)
            (unless (eq fiber first) (setf (fiber-wait-previous first) previous)))
           (t
@@ -133,11 +160,34 @@
           (fiber-wait-previous fiber) nil
           (fiber-wait-word fiber) nil)))
 
+;;; The vector is allocated outside of the lock, which another thread may take first.
+(defun grow-bucket (bucket)
+  (let* ((old (bucket-chains bucket))
+         (new (sb-vm:without-arena
+                (make-array (* 4 (length old)) :initial-element nil))))
+    (with-tiny-lock ((bucket-lock bucket))
+      (when (eq old (bucket-chains bucket))
+        (dotimes (i (length old))
+          (let ((first (svref old i)))
+            (loop until (null first)
+                  do (let* ((this (truly-the fiber first)))
+                       (setf first (fiber-wait-word this))
+                       (push-queue this new)))))
+        (setf (bucket-chains bucket) new))
+      nil)))
+
+(declaim (inline bucket-ensure-room))
+(defun bucket-ensure-room (bucket)
+  "Let BUCKET have as many chains as are good for the queues that it has."
+  (when (> (bucket-queues bucket) (* 2 (length (bucket-chains bucket))))
+    (grow-bucket bucket)))
+
 (declaim (ftype (sfunction (bucket fiber word (unsigned-byte 32) &optional t) boolean)
                 enter-bucket))
 (defun enter-bucket (bucket fiber address expected &optional claim)
   "Let FIBER wait for ADDRESS in BUCKET unless the word there is not EXPECTED: as the first if CLAIM
 is :WANTED, as the last if CLAIM is NIL. Return false if it is not to wait."
+  (bucket-ensure-room bucket)
   (atomic-incf (bucket-waiters bucket))
   (or (with-tiny-lock ((bucket-lock bucket))
         (when (= (sap-ref-32 (int-sap address) 0) expected)

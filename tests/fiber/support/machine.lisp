@@ -202,7 +202,9 @@
 (defun steps::announce-blocking ())
 
 (defun bucket-problem ()
-  (or (problem (sb-fiber::bucket-chain *bucket*) "There is somebody in the chain.")
+  (or (problem (find nil (sb-fiber::bucket-chains *bucket*) :test-not #'eq)
+               "There is somebody in a chain.")
+      (problem (/= 0 (sb-fiber::bucket-queues *bucket*)) "Queues are counted.")
       (problem (/= 0 (sb-fiber::bucket-waiters *bucket*)) "~D waiters are counted."
                (sb-fiber::bucket-waiters *bucket*))
       (problem (/= 0 (sb-fiber::bucket-native *bucket*)) "Native waiters are counted.")
