@@ -212,6 +212,7 @@ CLAIMANT is claiming."
 
 ;;;; waiting for the other side
 
+(declaim (inline outcome-of-choice))
 (defun outcome-of-choice (node)
   (if (nth-value 1 (chosen-number (node-waiter node))) :closed :done))
 
@@ -225,14 +226,18 @@ after TIMEOUT seconds. If this is unwound when it was chosen for a transfer, UND
        :timeout))
 
 (defun offer-and-wait (channel value timeout)
-  (let* ((node (make-node (make-own-waiter) value))
+  (let* ((waiter (make-waiter (own-sleeper)))
+         (node (make-node waiter value))
          (outcome (offer channel value node nil)))
+    (declare (dynamic-extent waiter node))
     (if (eq outcome :waiting)
         (waiting-in-line (channel node timeout))
         outcome)))
 
 (defun accept-and-wait (channel timeout)
-  (let ((node (make-node (make-own-waiter) nil)))
+  (let* ((waiter (make-waiter (own-sleeper)))
+         (node (make-node waiter nil)))
+    (declare (dynamic-extent waiter node))
     (multiple-value-bind (outcome value) (accept channel node nil)
       (if (eq outcome :waiting)
           (let ((outcome (waiting-in-line (channel node timeout)

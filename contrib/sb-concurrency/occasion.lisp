@@ -10,11 +10,11 @@
 (in-package "SB-CONCURRENCY")
 
 ;;; Semaphores and gates are made of a mutex and a waitqueue. A waitqueue may have a line of those
-;;; that wait for what it belongs to as one of several things: WATCH is NIL, or (FUNCTION OBJECT .
-;;; LINE) once somebody has waited so. CONDITION-NOTIFY calls FUNCTION, with the waitqueue and the
-;;; number of waiters to be woken, and wakes as many others as that returns. What is true when
-;;; nobody is inside:
-;;;  - a watch and its line are guarded by the mutex that goes with the waitqueue;
+;;; that wait for what it belongs to as one of several things: its WATCH is NIL, or a cons of a
+;;; function and a WATCH once somebody has waited so. CONDITION-NOTIFY calls the function, with the
+;;; waitqueue and the number of waiters to be woken, and then wakes as many as that returns. What is
+;;; true when nobody is inside:
+;;;  - a watch is guarded by the mutex that goes with the waitqueue;
 ;;;  - nobody waits in the line of a semaphore with a count, or of a gate that is open; nodes whose
 ;;;    waiters wait no more are not counted;
 ;;;  - the WAITCOUNT of a semaphore with a watch is greater by one than the number of those that
@@ -25,41 +25,55 @@
 ;;; Why there are no such nodes in the parking lot and the chains of the waiter map: a fiber there
 ;;; waits for one thing, and a wake-up is but a hint, after which it looks at what it waits for. Who
 ;;; waits for several must be given one of them and no other, which only those who give can do: the
-;;; mutex under which a permit is counted is above the futex. A descriptor gives nothing; for that a
-;;; fiber of its own waits, which is cheaper than it seems: it costs little beside the system calls
-;;; that arm the poller.
+;;; mutex under which a permit is counted is above the futex. A descriptor gives nothing, nor does
+;;; the end of a fiber: for these a fiber waits, which costs little beside the system calls that
+;;; arm a poller.
+
+;;; The lock is for claiming: a claimant must not be stopped by the collector, or who waits for the
+;;; end of the claim might do so with the collector held off, for ever.
+(defstruct (watch (:include line) (:constructor make-watch (object)) (:copier nil))
+  (object (missing-arg) :read-only t)
+  #+sb-fiber (lock 0 :type word))
+(declaim (freeze-type line watch))
+
+(defmacro claiming-under-mutex ((watch node claim) &body body)
+  "As CLAIMING-ONESELF, for who holds the mutex that goes with WATCH, which may be NIL if NODE is."
+  #+sb-fiber `(if ,claim
+                  (sb-fiber::with-tiny-lock ((watch-lock (truly-the watch ,watch)))
+                    (claiming-oneself (,node t) ,@body))
+                  (progn ,@body))
+  #-sb-fiber `(claiming-oneself (,node ,claim) ,@body))
+
+(declaim (inline watch-of))
+(defun watch-of (queue)
+  "The watch of QUEUE, or NIL."
+  (truly-the (or null watch) (cdr (truly-the list (sb-thread::waitqueue-watch queue)))))
 
 (defun ensure-watched (queue mutex function object)
-  "Let QUEUE, which goes with MUTEX, have a watch. Return true if it had none."
+  "Let QUEUE, which goes with MUTEX and belongs to OBJECT, have a watch, which FUNCTION serves."
   (unless (sb-thread::waitqueue-watch queue)
-    (let ((watch (list* function object (make-line))))
+    (let ((watch (cons function (make-watch object))))
       (holding (mutex)
         (unless (sb-thread::waitqueue-watch queue)
-          (setf (sb-thread::waitqueue-watch queue) watch)
-          t)))))
+          ;; First, or another could wait by the watch and not be counted.
+          (when (typep object 'semaphore)
+            (atomic-incf (sb-thread::semaphore-waitcount object)))
+          (setf (sb-thread::waitqueue-watch queue) watch))))))
 
-(declaim (inline watched-object watched-line))
-(defun watched-object (queue)
-  (second (the cons (sb-thread::waitqueue-watch queue))))
-
-(defun watched-line (queue)
-  (the line (cddr (the cons (sb-thread::waitqueue-watch queue)))))
-
-;;; A claimant holds another lock, and takes none: it does not wait for the caller.
-(defun choose-first (line)
-  "Take the first node whose waiter waits out of LINE, choose it, and return it; or NIL."
+;;; A claimant takes no lock: it does not wait for the caller.
+(defun choose-first (watch)
+  "Take the first node whose waiter waits out of the line WATCH, choose it, and return it; or NIL."
   (let ((claimant nil))
     (loop
-      (let ((partner (take-partner line nil claimant)))
+      (let ((partner (take-partner watch nil claimant)))
         (unless (eq partner t) (return partner))
         (await-end-of-claim (truly-the waiter claimant))))))
 
-;;; The state that they wait for has been changed.
 (defmacro waking-chosen (&body body)
-  #+sb-fiber `(flet ((wake () (sb-fiber::without-interruptions ,@body)))
-                (declare (dynamic-extent #'wake))
-                (sb-fiber::call-with-waking-room #'wake))
-  #-sb-fiber `(without-interrupts ,@body))
+  "Execute BODY, which serves those that wait for what has been changed already. If the stack is used
+up, first the exhaustion is signalled, and BODY executed in the room that there is for that."
+  `(unwind-protect #+sb-fiber (sb-fiber::ensure-waking-room 6144) #-sb-fiber nil
+     (#+sb-fiber sb-fiber::without-interruptions #-sb-fiber without-interrupts ,@body)))
 
 (defun leave-watched (mutex node)
   (when (node-line node)
@@ -69,24 +83,23 @@
 
 (defun serve-semaphore (queue n)
   "Give those in the line of QUEUE, of a semaphore, what permits there are. Return how many others
-of N may be woken."
+of N are to be woken."
   (declare (type (and fixnum unsigned-byte) n))
-  (let ((semaphore (watched-object queue)) (line (watched-line queue)))
+  (let* ((watch (truly-the watch (watch-of queue)))
+         (semaphore (watch-object watch)))
     (declare (type semaphore semaphore))
     (waking-chosen
       (loop until (= 0 (sb-thread::semaphore-%count semaphore))
-            do (let ((node (choose-first line)))
+            do (let ((node (choose-first watch)))
                  (unless node (return))
                  (decf (sb-thread::semaphore-%count semaphore))
-                 (setf n (max 0 (1- n)))
                  (wake-waiter (node-waiter (truly-the node node))))))
-    n))
+    ;; N counts the watch as one, however many have been served.
+    (min n (sb-thread::semaphore-%count semaphore))))
 
 (defun watch-semaphore (semaphore)
-  (when (ensure-watched (sb-thread::semaphore-queue semaphore)
-                        (sb-thread::semaphore-mutex semaphore)
-                        #'serve-semaphore semaphore)
-    (atomic-incf (sb-thread::semaphore-waitcount semaphore)))
+  (ensure-watched (sb-thread::semaphore-queue semaphore) (sb-thread::semaphore-mutex semaphore)
+                  #'serve-semaphore semaphore)
   nil)
 
 (defun has-permit-p (semaphore) (plusp (semaphore-count semaphore)))
@@ -94,11 +107,13 @@ of N may be woken."
 (defun take-permit-or-wait (semaphore node claim)
   (declare (type semaphore semaphore))
   (holding ((sb-thread::semaphore-mutex semaphore))
-    (claiming-oneself (node claim)
-      (cond ((plusp (sb-thread::semaphore-%count semaphore))
-             (decf (sb-thread::semaphore-%count semaphore))
-             :done)
-            (t (wait-in-line (watched-line (sb-thread::semaphore-queue semaphore)) node))))))
+    (let ((watch (watch-of (sb-thread::semaphore-queue semaphore))))
+      (claiming-under-mutex (watch node claim)
+        (cond ((= 0 (sb-thread::semaphore-%count semaphore))
+               (wait-in-line (truly-the watch watch) node))
+              (t (setf (sb-thread::semaphore-%count semaphore)
+                       (truly-the index (1- (sb-thread::semaphore-%count semaphore))))
+                 :done))))))
 
 (defun leave-semaphore (semaphore node)
   (leave-watched (sb-thread::semaphore-mutex semaphore) node))
@@ -115,13 +130,13 @@ of N may be woken."
   "Return the operation that decrements the count of SEMAPHORE by one, when it is not zero, and
 returns true. It comes before those that wait by WAIT-ON-SEMAPHORE."
   (check-type semaphore semaphore)
-  (make-occasion semaphore **permit**))
+  (operation-of-leaf (make-occasion semaphore **permit**)))
 
 ;;;; mailboxes
 
-(defmacro through-semaphore (function &rest parameters)
-  "A function that calls FUNCTION with the semaphore of a mailbox, and what PARAMETERS name."
-  `(lambda (mailbox ,@parameters) (,function (mailbox-semaphore mailbox) ,@parameters)))
+(defmacro through (reader function &rest parameters)
+  "A function that calls FUNCTION with what READER reads of its argument, and what PARAMETERS name."
+  `(lambda (object ,@parameters) (,function (,reader object) ,@parameters)))
 
 (defun take-message (mailbox value)
   (declare (ignore value))
@@ -130,27 +145,28 @@ returns true. It comes before those that wait by WAIT-ON-SEMAPHORE."
     message))
 
 (sb-ext:define-load-time-global **message**
-  (make-way :likely-p (through-semaphore has-permit-p)
-            :try (through-semaphore take-permit-or-wait node claim)
-            :prepare (through-semaphore watch-semaphore)
-            :leave (through-semaphore leave-semaphore node)
+  (make-way :likely-p (through mailbox-semaphore has-permit-p)
+            :try (through mailbox-semaphore take-permit-or-wait node claim)
+            :prepare (through mailbox-semaphore watch-semaphore)
+            :leave (through mailbox-semaphore leave-semaphore node)
             :collect #'take-message
-            :undo (through-semaphore return-permit)))
+            :undo (through mailbox-semaphore return-permit)))
 
 (defun mailbox-operation (mailbox)
   "Return the operation that removes the oldest message from MAILBOX, when there is one, and returns
 it, and true. It comes before those that wait by RECEIVE-MESSAGE."
   (check-type mailbox mailbox)
-  (wrap (make-occasion mailbox **message**) (lambda (message) (values message t))))
+  (wrap (operation-of-leaf (make-occasion mailbox **message**))
+        (lambda (message) (values message t))))
 
 ;;;; gates
 
 (defun serve-gate (queue n)
   "Choose those in the line of QUEUE, of a gate, which is open. Return N."
-  (let ((line (watched-line queue)))
+  (let ((watch (truly-the watch (watch-of queue))))
     (waking-chosen
       (loop
-        (let ((node (choose-first line)))
+        (let ((node (choose-first watch)))
           (unless node (return))
           (wake-waiter (node-waiter (truly-the node node)))))))
   n)
@@ -162,10 +178,11 @@ it, and true. It comes before those that wait by RECEIVE-MESSAGE."
 (defun pass-or-wait (gate node claim)
   (declare (type gate gate))
   (holding ((gate-mutex gate))
-    (claiming-oneself (node claim)
-      (if (gate-open-p gate)
-          :done
-          (wait-in-line (watched-line (gate-queue gate)) node)))))
+    (let ((watch (watch-of (gate-queue gate))))
+      (claiming-under-mutex (watch node claim)
+        (if (eq (gate-state gate) :open)
+            :done
+            (wait-in-line (truly-the watch watch) node))))))
 
 (defun leave-gate (gate node) (leave-watched (gate-mutex gate) node))
 
@@ -176,86 +193,66 @@ it, and true. It comes before those that wait by RECEIVE-MESSAGE."
 (defun gate-operation (gate)
   "Return the operation that waits until GATE is open, and returns true."
   (check-type gate gate)
-  (make-occasion gate **opening**))
-
-;;;; ends of threads
-
-;;; What needs no waiting
-(sb-ext:define-load-time-global **always**
-  (make-way :likely-p (constantly t) :try (constantly :done) :leave (constantly nil)
-            :collect (constantly t)))
-
-;;; A thread has a semaphore until it ends, and then so many permits that nobody takes the last.
-(defun join-operation (thread)
-  "Return the operation that waits until THREAD, which may be a fiber that was submitted, has ended,
-and returns its values, or signals JOIN-THREAD-ERROR, as JOIN-THREAD does. For a fiber another fiber
-of its group waits, see FIBER-PROMISE."
-  (check-type thread thread)
-  #+sb-fiber (when (typep thread 'sb-fiber:fiber)
-               (return-from join-operation (promise-operation (fiber-promise thread))))
-  (let ((semaphore (sb-thread::thread-semaphore thread)))
-    (wrap (if semaphore (semaphore-operation semaphore) (make-occasion nil **always**))
-          (lambda (ended-p)
-            (declare (ignore ended-p))
-            (join-thread thread)))))
+  (operation-of-leaf (make-occasion gate **opening**)))
 
 ;;;; descriptors
 
 #+sb-fiber
 (progn
-  (defstruct (readiness (:constructor make-readiness (fd direction)) (:copier nil))
-    (fd (missing-arg) :type (unsigned-byte 31) :read-only t)
-    (direction (missing-arg) :type (member :input :output) :read-only t))
+  ;; What a fiber has to wait for
+  (defstruct (watched (:constructor make-watched (ready-p wait)) (:copier nil))
+    ;; () => is it ready?
+    (ready-p (missing-arg) :type function :read-only t)
+    ;; () waits until it is ready, or signals an error.
+    (wait (missing-arg) :type function :read-only t))
 
-  ;; What waits for a descriptor, on behalf of one wait for several things
+  ;; Who waits for it, on behalf of one wait for several things
   (defstruct (watcher (:constructor make-watcher (promise fiber)) (:copier nil))
     (promise (missing-arg) :type promise :read-only t)
     (fiber (missing-arg) :type sb-fiber:fiber :read-only t))
-  (declaim (freeze-type readiness watcher))
+  (declaim (freeze-type watched watcher))
 
-  (defun watch-until-ready (promise fd direction)
+  (defun wait-as-watcher (promise watched)
     (unwind-protect
-         (handler-case (progn (sb-sys:wait-until-fd-usable fd direction)
+         (handler-case (progn (funcall (watched-wait watched))
                               (fulfil promise t))
            (error (condition) (break-promise promise condition)))
       ;; If it is unwound; else this does nothing.
       (break-promise promise (make-condition 'sb-thread:join-thread-error
                                              :thread *current-thread* :problem :abort))))
 
-  (defun start-watcher (readiness)
+  (defun start-watcher (watched)
     (let* ((promise (make-promise))
-           (fiber (sb-fiber:make-fiber #'watch-until-ready
-                                       :arguments (list promise (readiness-fd readiness)
-                                                        (readiness-direction readiness))
-                                       :name "watcher"))
+           (fiber (sb-fiber:make-fiber #'wait-as-watcher :arguments (list promise watched)
+                                                         :name "watcher"))
            (watcher (make-watcher promise fiber)))
       (without-interrupts               ; a watcher that nobody knows would stay
         (let ((sb-impl::*deadline* nil))
           (sb-fiber:submit-fiber (sb-fiber::group-of-scope nil) fiber)))
       watcher))
 
-  (defun ready-or-wait (readiness node claim)
+  (defun ready-or-wait (watched node claim)
     (cond (node
            (let ((watcher (node-value node)))
              (values (accept (promise-channel (watcher-promise watcher)) node claim) watcher)))
-          ((sb-unix:unix-simple-poll (readiness-fd readiness) (readiness-direction readiness) 0)
-           :done)
+          ((funcall (watched-ready-p watched)) :done)
           (t :refused)))
 
-  (defun end-watcher (readiness node)
-    (declare (ignore readiness))
+  (defun end-watcher (watched node)
+    (declare (ignore watched))
     (let ((watcher (node-value node)))
-      (leave-line (promise-channel (watcher-promise watcher)) node)
-      (sb-fiber:cancel-fiber (watcher-fiber watcher))))
+      (when watcher                     ; else it could not be started
+        (leave-line (promise-channel (watcher-promise watcher)) node)
+        (sb-fiber:cancel-fiber (watcher-fiber watcher)))))
 
-  (defun what-watcher-saw (readiness watcher)
-    "Return NIL if the descriptor is ready, or a condition to be signalled."
-    (declare (ignore readiness))
+  (defun what-watcher-saw (watched watcher)
+    "Return NIL if what was WATCHED is ready, or a condition to be signalled."
+    (declare (ignore watched))
     (when watcher
       (let ((promise (watcher-promise watcher)))
         (and (eq (promise-outcome promise) :broken) (promise-result promise)))))
 
-  (sb-ext:define-load-time-global **readiness**
+  (sb-ext:define-load-time-global **watched**
     (make-way :likely-p (constantly t) :try #'ready-or-wait :prepare #'start-watcher
               :leave #'end-watcher :collect #'what-watcher-saw))
 
@@ -265,7 +262,69 @@ written without waiting, as DIRECTION, :INPUT or :OUTPUT, says, or something is 
 returns true. If it has to wait, a fiber does that: of the group of the one that calls PERFORM, or
 of the default group, which is started if there is none. Signals what SB-SYS:WAIT-UNTIL-FD-USABLE
 signals, as when FD is closed, and what SB-FIBER:SUBMIT-FIBER signals."
-    (wrap (make-occasion (make-readiness fd direction) **readiness**)
+    (check-type fd (unsigned-byte 31))
+    (check-type direction (member :input :output))
+    (wrap (operation-of-leaf
+           (make-occasion
+            (make-watched (lambda ()
+                            (and (sb-unix:unix-simple-poll fd direction 0)
+                                 (/= 0 (sb-fiber::file-identity fd))))
+                          (lambda () (sb-sys:wait-until-fd-usable fd direction)))
+            **watched**))
           (lambda (problem)
             (when problem (error problem))
             t))))
+
+;;;; ends of threads
+
+;;; Until it ends a thread has a semaphore, which gets a million permits then; they are given back.
+(defstruct (ending (:constructor make-ending (thread semaphore)) (:copier nil))
+  (thread (missing-arg) :type thread :read-only t)
+  (semaphore (missing-arg) :type semaphore :read-only t))
+(declaim (freeze-type ending))
+
+#+sb-fiber
+(defun watched-fiber (fiber)
+  (make-watched (lambda ()
+                  ;; To join oneself is an error, which is not to be waited for.
+                  (or (eq fiber *current-thread*) (not (sb-fiber:fiber-alive-p fiber))))
+                (lambda () (join-thread fiber :default nil))))
+
+(defun join-at-once (thread)
+  "The operation that joins THREAD, which has ended, or is the one that performs it."
+  (wrap (pause-operation 0) (lambda (nothing) (declare (ignore nothing)) (join-thread thread))))
+
+(defun watch-thread (ending)
+  (when (eq (ending-thread ending) *current-thread*)
+    (join-thread (ending-thread ending))) ; which signals that it is the same
+  (watch-semaphore (ending-semaphore ending)))
+
+(sb-ext:define-load-time-global **ending**
+  (make-way :likely-p (through ending-semaphore has-permit-p)
+            :try (through ending-semaphore take-permit-or-wait node claim)
+            :prepare #'watch-thread
+            :leave (through ending-semaphore leave-semaphore node)
+            :collect (lambda (ending value)
+                       (declare (ignore value))
+                       (return-permit (ending-semaphore ending)))
+            :undo (through ending-semaphore return-permit)))
+
+(defun join-operation (thread)
+  "Return the operation that waits until THREAD, which may be a fiber that was submitted, has ended,
+and returns its values, or signals JOIN-THREAD-ERROR, as JOIN-THREAD does. If it has to wait for a
+fiber, another fiber does that, of the group of the one that calls PERFORM, or of the default group,
+which is started if there is none; then it signals what SB-FIBER:SUBMIT-FIBER signals, too."
+  (check-type thread thread)
+  (let ((semaphore (sb-thread::thread-semaphore thread)))
+    (cond #+sb-fiber
+          ((typep thread 'sb-fiber:fiber)
+           (wrap (operation-of-leaf (make-occasion (watched-fiber thread) **watched**))
+                 (lambda (problem)
+                   (declare (ignore problem))
+                   (join-thread thread))))
+          (semaphore
+           (wrap (operation-of-leaf (make-occasion (make-ending thread semaphore) **ending**))
+                 (lambda (permit)
+                   (declare (ignore permit))
+                   (join-thread thread))))
+          (t (join-at-once thread)))))

@@ -21,15 +21,15 @@
 ;;; What becomes ready between the trial and the entry is found under the lock where the node is
 ;;; entered.
 ;;;
-;;; What an operation is made of in the end is pauses, which are a time limit for the others, and
-;;; leaves: transfers, by channels, and occasions, which are all else that can be waited for, each in
-;;; its way. See occasion.lisp.
+;;; What an operation is made of in the end is leaves: transfers, by channels, and occasions, which
+;;; are all else that can be waited for, each in its way, see occasion.lisp. CHOOSE and WRAP make
+;;; a vector of branches of them; so PERFORM, which is called more often, makes nothing unless it has
+;;; to wait. The shortest pause is a time limit for the others.
 
-(defstruct (operation (:constructor nil) (:copier nil))
-  "What can be performed, by PERFORM, alone or as one of several.")
+;;;; leaves
 
-(defstruct (transfer (:include operation)
-                     (:constructor make-transfer (channel kind &optional value))
+(defstruct (transfer (:constructor make-receipt (channel &aux (kind :receive)))
+                     (:constructor make-sending (channel value &aux (kind :send)))
                      (:copier nil))
   (channel (missing-arg) :type channel :read-only t)
   (kind (missing-arg) :type (member :send :receive) :read-only t)
@@ -50,92 +50,104 @@
   (collect (missing-arg) :type function :read-only t)
   ;; (OBJECT): it was done, and not collected, for one that is unwound
   (undo (constantly nil) :type function :read-only t))
-(declaim (freeze-type way))
 
-(defstruct (occasion (:include operation) (:constructor make-occasion (object way)) (:copier nil))
+(defstruct (occasion (:constructor make-occasion (object way)) (:copier nil))
   (object (missing-arg) :read-only t)
   (way (missing-arg) :type way :read-only t))
+(declaim (freeze-type transfer way occasion))
 
-(defstruct (pause (:include operation) (:constructor make-pause (seconds)) (:copier nil))
-  (seconds (missing-arg) :type (real 0) :read-only t))
+(deftype leaf () '(or transfer occasion))
 
-(defstruct (alternative (:include operation) (:constructor make-alternative (operations))
-                        (:copier nil))
-  (operations '() :type list :read-only t))
+(defmacro call-way (name occasion &rest arguments)
+  "Call what NAME reads of the way of OCCASION, with the object of that and ARGUMENTS."
+  `(funcall (,name (occasion-way ,occasion)) (occasion-object ,occasion) ,@arguments))
 
-(defstruct (wrapping (:include operation) (:constructor make-wrapping (operation function))
-                     (:copier nil))
-  (operation (missing-arg) :type operation :read-only t)
-  (function (missing-arg) :type function :read-only t))
+;;;; operations
 
-(declaim (freeze-type operation))
+;;; It is one of its branches, or none of them for SECONDS: then FUNCTIONS are called. Functions are
+;;; called with the values of what was done, the first one first, the next with its values.
+(defstruct (operation (:constructor make-operation (branches &optional seconds functions))
+                      (:copier nil))
+  "What can be performed, by PERFORM, alone or as one of several."
+  (branches #() :type simple-vector :read-only t)
+  (seconds nil :type (or null (real 0)) :read-only t)
+  (functions '() :type list :read-only t))
+
+(defstruct (branch (:constructor make-branch (leaf functions)) (:copier nil))
+  (leaf (missing-arg) :type leaf :read-only t)
+  (functions '() :type list :read-only t))
+(declaim (freeze-type operation branch))
+
+(defconstant +most-branches+ 65536)     ; the numbers of nodes
+
+(defun operation-of-leaf (leaf)
+  (make-operation (vector (make-branch leaf '()))))
 
 (defun send-operation (channel value)
   "Return the operation that sends VALUE to CHANNEL, as SEND does, and returns true."
-  (declare (channel channel))
-  (make-transfer channel :send value))
+  (operation-of-leaf (make-sending channel value)))
 
 (defun receive-operation (channel)
   "Return the operation that receives a value of CHANNEL, and returns what RECEIVE does."
-  (declare (channel channel))
-  (make-transfer channel :receive))
+  (operation-of-leaf (make-receipt channel)))
 
 (defun pause-operation (seconds)
   "Return the operation that waits for SECONDS, a non-negative real, and returns NIL."
   (check-timeout seconds)
-  (make-pause seconds))
+  (make-operation #() seconds))
+
+(declaim (inline sooner-p))
+(defun sooner-p (seconds timeout)
+  (and seconds (or (null timeout) (<= seconds timeout))))
+
+(defun count-branches (things)
+  (let ((n 0))
+    (declare (fixnum n))
+    (dolist (thing things) (incf n (if (operation-p thing) (length (operation-branches thing)) 1)))
+    (when (> n +most-branches+)
+      (error "~@<An operation cannot be one of ~D; ~D are the most.~:@>" n +most-branches+))
+    n))
+
+(defun combine (things functions)
+  "The operation that is one of THINGS, operations and leaves, each wrapped in one of FUNCTIONS, a
+list that may be shorter."
+  (let ((branches (make-array (count-branches things))) (i 0) (seconds nil) (pause-functions '()))
+    (declare (type index i))
+    (dolist (thing things (make-operation branches seconds pause-functions))
+      (let ((last (and functions (list (pop functions)))))
+        (flet ((add (branch)
+                 (setf (svref branches i) branch)
+                 (incf i)))
+          (cond ((operation-p thing)
+                 (loop for branch across (operation-branches thing)
+                       do (add (if last
+                                   (make-branch (branch-leaf branch)
+                                                (append (branch-functions branch) last))
+                                   branch)))
+                 (when (sooner-p (operation-seconds thing) seconds)
+                   (setf seconds (operation-seconds thing)
+                         pause-functions (append (operation-functions thing) last))))
+                (t (add (make-branch thing last)))))))))
 
 (defun choose (&rest operations)
   "Return the operation that performs one of OPERATIONS, the first that can be; if several can be,
 any of them. With no OPERATIONS it waits for ever."
   (dolist (operation operations) (check-type operation operation))
-  (make-alternative operations))
+  (combine operations '()))
 
 (defun wrap (operation function)
   "Return the operation that performs OPERATION, calls FUNCTION with the values of that, and returns
 the values of that."
   (check-type operation operation)
-  (make-wrapping operation (coerce function 'function)))
+  (combine (list operation) (list (coerce function 'function))))
 
-;;;; the branches of an operation
+(defun select-operation (things &rest functions)
+  "What SELECT performs; THINGS has been evaluated first."
+  (declare (dynamic-extent functions))
+  (dolist (thing things) (check-type thing (or operation leaf)))
+  (combine things functions))
 
-(deftype leaf () '(or transfer occasion))
-
-(defstruct (branch (:constructor make-branch (leaf functions)) (:copier nil))
-  (leaf (missing-arg) :type leaf :read-only t)
-  ;; to be called with its values, the first one first
-  (functions '() :type list :read-only t)
-  (node nil :type (or null node)))
-(declaim (freeze-type branch))
-
-(defconstant +most-branches+ 65536)     ; the numbers of nodes
-
-(defun map-leaves (function operation)
-  "Call FUNCTION with each leaf and pause of OPERATION, and what that is wrapped in, a list."
-  (labels ((walk (operation functions)
-             (etypecase operation
-               (wrapping (walk (wrapping-operation operation)
-                               (cons (wrapping-function operation) functions)))
-               (alternative (dolist (operation (alternative-operations operation))
-                              (walk operation functions)))
-               ((or leaf pause) (funcall function operation functions)))))
-    (walk operation '())))
-
-(defun branches-of (operation)
-  "The branches of OPERATION, for its leaves, a vector; then the shortest time that it waits for, or
-NIL, and the functions for that."
-  (let ((branches '()) (n 0) (seconds nil) (functions '()))
-    (map-leaves (lambda (leaf wrapped)
-                  (cond ((typep leaf 'leaf)
-                         (push (make-branch leaf wrapped) branches)
-                         (incf n))
-                        ((or (null seconds) (< (pause-seconds leaf) seconds))
-                         (setf seconds (pause-seconds leaf)
-                               functions wrapped))))
-                operation)
-    (when (> n +most-branches+)
-      (error "~@<An operation cannot be one of ~D; ~D are the most.~:@>" n +most-branches+))
-    (values (coerce (nreverse branches) 'simple-vector) seconds functions)))
+;;;; random order
 
 ;;; Several threads may draw at a time, and get the same number: that does no harm.
 (declaim (type (simple-array word (1)) **seed**))
@@ -149,22 +161,23 @@ NIL, and the functions for that."
         x (logxor x (ash x -7)))
   (logxor x (logand most-positive-word (ash x 17))))
 
-(defun shuffle (vector)
-  "Bring the elements of VECTOR into random order."
-  (declare (simple-vector vector))
+(deftype order () '(simple-array (unsigned-byte 16) (*)))
+
+(defun shuffle (order n)
+  "Let the first N elements of ORDER be the numbers below N, in random order, and return it. See
+Donald Knuth, The Art of Computer Programming, volume 2, section 3.4.2."
+  (declare (type order order) (type (integer 1 #.+most-branches+) n))
   (let ((x (aref **seed** 0)))
     (declare (type word x))
-    (loop for n of-type index from (length vector) above 1
-          do (setf x (next-random x))
-             (rotatef (svref vector (1- n)) (svref vector (rem (ash x -8) n))))
-    (setf (aref **seed** 0) (next-random x))
-    vector))
+    (setf (aref order 0) 0)
+    (loop for i of-type index from 1 below n
+          for place of-type index = (ash (* (ldb (byte 32 0) (setf x (next-random x))) (1+ i)) -32)
+          do (setf (aref order i) (aref order place)
+                   (aref order place) i))
+    (setf (aref **seed** 0) x)
+    order))
 
-;;;; choosing a branch
-
-(defmacro call-way (name occasion &rest arguments)
-  "Call what NAME reads of the way of OCCASION, with the object of that and ARGUMENTS."
-  `(funcall (,name (occasion-way ,occasion)) (occasion-object ,occasion) ,@arguments))
+;;;; doing one of several
 
 (defun try-branch (branch node claim)
   "Do what BRANCH is for, or enter NODE: an outcome, and a value."
@@ -174,6 +187,7 @@ NIL, and the functions for that."
            (offer (transfer-channel leaf) (transfer-value leaf) node claim))
           (t (accept (transfer-channel leaf) node claim)))))
 
+(declaim (inline likely-p))
 (defun likely-p (branch)
   "Could BRANCH be done at once, as far as can be seen without a lock?"
   (let ((leaf (branch-leaf branch)))
@@ -181,84 +195,153 @@ NIL, and the functions for that."
           ((eq (transfer-kind leaf) :send) (offer-likely-p (transfer-channel leaf)))
           (t (accept-likely-p (transfer-channel leaf))))))
 
+(defun try-in-order (branches order)
+  (declare (simple-vector branches) (type order order))
+  (dotimes (i (length branches))
+    (let ((branch (svref branches (aref order i))))
+      (when (likely-p branch)
+        (multiple-value-bind (outcome value) (try-branch branch nil nil)
+          (unless (eq outcome :refused) (return (values branch outcome value))))))))
+
+(defconstant +few+ 32)
+
 (defun try-branches (branches)
-  "The first of BRANCHES that can be done at once, the outcome, and the value; or NIL."
-  (loop for branch across (the simple-vector branches)
-        when (likely-p branch)
-          do (multiple-value-bind (outcome value) (try-branch branch nil nil)
-               (unless (eq outcome :refused) (return (values branch outcome value))))))
+  "Any of BRANCHES that can be done at once, the outcome, and the value; or NIL."
+  (declare (simple-vector branches))
+  (let ((n (length branches)))
+    (cond ((= n 0) nil)
+          ((<= n +few+)
+           (let ((order (make-array +few+ :element-type '(unsigned-byte 16))))
+             (declare (dynamic-extent order))
+             (try-in-order branches (shuffle order n))))
+          (t (try-in-order branches
+                           (shuffle (make-array n :element-type '(unsigned-byte 16)) n))))))
+
+;;;; waiting for one of several
 
 (defun prepare-value (leaf)
-  (if (occasion-p leaf) (call-way way-prepare leaf) (transfer-value leaf)))
+  "What a node for LEAF has as value before it is entered."
+  (cond ((occasion-p leaf)
+         ;; To enter and leave may be to wait for a mutex, which must not be cut off.
+         #+sb-fiber (sb-fiber::ensure-waking-room 16384)
+         (call-way way-prepare leaf))
+        (t (transfer-value leaf))))
 
-(defun make-nodes (branches waiter)
-  "Give each of BRANCHES a node for WAITER."
+(defun leave-lines (branches nodes)
+  "Let NODES, of BRANCHES, be in no line."
   (loop for branch across (the simple-vector branches)
-        for i of-type index from 0
-        do (setf (branch-node branch)
-                 (make-node waiter (prepare-value (branch-leaf branch)) i))))
+        for node across (the simple-vector nodes)
+        for leaf = (branch-leaf branch)
+        do (cond ((occasion-p leaf) (call-way way-leave leaf node))
+                 (t (leave-line (transfer-channel leaf) node)))))
+
+(defun prepare-nodes (branches nodes)
+  (let ((prepared nil))
+    (unwind-protect
+         (loop for branch across (the simple-vector branches)
+               for node across (the simple-vector nodes)
+               do (setf (node-value node) (prepare-value (branch-leaf branch)))
+               finally (setf prepared t))
+      (unless prepared (leave-lines branches nodes)))))
+
+(defconstant +few-nodes+ 8)
+
+;;; Each call has one of the nodes on its stack.
+(defun call-with-nodes (function nodes n waiter i)
+  "Call FUNCTION when NODES has nodes of WAITER from number I to N."
+  (declare (function function) (simple-vector nodes) (index n i))
+  (if (= i n)
+      (funcall function)
+      (let ((node (make-node waiter nil i)))
+        (declare (dynamic-extent node))
+        (setf (svref nodes i) node)
+        (call-with-nodes function nodes n waiter (1+ i)))))
+
+(defmacro with-nodes ((nodes branches waiter) &body body)
+  "Execute BODY, with NODES bound to a vector of nodes of WAITER for BRANCHES; maybe a longer one."
+  (with-unique-names (n function)
+    `(let ((,n (length ,branches)))
+       (flet ((,function (,nodes)
+                (declare (simple-vector ,nodes))
+                ,@body))
+         (if (<= ,n +few-nodes+)
+             (let ((,nodes (make-array +few-nodes+ :initial-element 0)))
+               (declare (dynamic-extent ,nodes))
+               (flet ((go-on () (,function ,nodes)))
+                 (declare (dynamic-extent #'go-on))
+                 (call-with-nodes #'go-on ,nodes ,n ,waiter 0)))
+             (let ((,nodes (make-array ,n)))
+               (dotimes (i ,n) (setf (svref ,nodes i) (make-node ,waiter nil i)))
+               (,function ,nodes)))))))
 
 ;;; From the first entry on nothing is allocated: an error would leave a waiter there that is gone.
-(defun enter-lines (branches)
-  "Enter the nodes of BRANCHES, and return NIL; or, if one can be done meanwhile, return as
+(defun enter-lines (branches nodes)
+  "Enter NODES, those of BRANCHES, and return NIL; or, if one can be done meanwhile, return as
 TRY-BRANCHES; or NIL and :CHOSEN."
   (loop for branch across (the simple-vector branches)
+        for node across (the simple-vector nodes)
         for claim = nil then t
-        do (multiple-value-bind (outcome value) (try-branch branch (branch-node branch) claim)
+        do (multiple-value-bind (outcome value) (try-branch branch node claim)
              (case outcome
                (:waiting)
                (:chosen (return (values nil :chosen)))
                (t (return (values branch outcome value)))))))
 
-(defun leave-lines (branches)
-  "Let those of BRANCHES that have a node be in no line."
-  (loop for branch across (the simple-vector branches)
-        for leaf = (branch-leaf branch)
-        for node = (branch-node branch)
-        do (cond ((null node))
-                 ((occasion-p leaf) (call-way way-leave leaf node))
-                 (t (leave-line (transfer-channel leaf) node)))))
-
-(defun chosen-branch (branches waiter)
+(defun chosen-branch (branches nodes waiter)
   "The branch for which WAITER was chosen, the outcome, and the value."
   (multiple-value-bind (number closing) (chosen-number waiter)
-    (let ((branch (svref branches number)))
-      (values branch
-              (if closing :closed :done)
-              (node-value (branch-node branch))))))
+    (values (svref branches number)
+            (if closing :closed :done)
+            (node-value (svref nodes number)))))
 
-(defun undo-choice (branches waiter)
+(defun undo-choice (branches nodes waiter)
   "WAITER, which was chosen, is being unwound."
-  (leave-lines branches)
-  (multiple-value-bind (branch outcome value) (chosen-branch branches waiter)
+  (leave-lines branches nodes)
+  (multiple-value-bind (branch outcome value) (chosen-branch branches nodes waiter)
     (let ((leaf (branch-leaf branch)))
       (cond ((occasion-p leaf) (call-way way-undo leaf))
             ((and (eq outcome :done) (eq (transfer-kind leaf) :receive))
              (give-back (transfer-channel leaf) value))))))
 
+(defun enter-or-leave (branches nodes waiter)
+  "Do what ENTER-LINES does. If that is unwound, as by a lock that the thread has already, leave."
+  (let ((entered nil))
+    (unwind-protect (multiple-value-prog1 (enter-lines branches nodes)
+                      (setf entered t))
+      (unless entered
+        (if (withdraw waiter)
+            (leave-lines branches nodes)
+            (undo-choice branches nodes waiter))))))
+
+(defun wait-in-lines (operation branches nodes waiter timeout)
+  "Wait with NODES until WAITER, which is theirs, is chosen. Return as WAIT-FOR-BRANCH."
+  (flet ((chosen ()
+           (leave-lines branches nodes)
+           (chosen-branch branches nodes waiter)))
+    (prepare-nodes branches nodes)
+    (multiple-value-bind (branch outcome value) (enter-or-leave branches nodes waiter)
+      (cond ((null outcome)
+             (when (sleeping (waiter operation timeout)
+                     :leave (leave-lines branches nodes)
+                     :undo (undo-choice branches nodes waiter))
+               (chosen)))
+            ((eq outcome :chosen)
+             (await-service waiter)
+             (chosen))
+            ;; It may have been chosen where it is not closed.
+            ((and (eq outcome :closed) (not (withdraw waiter))) (chosen))
+            (t (leave-lines branches nodes)
+               (values branch outcome value))))))
+
 (defun wait-for-branch (operation branches timeout)
   "Wait until one of BRANCHES, those of OPERATION, can be done; return what CHOSEN-BRANCH does, or
 NIL after TIMEOUT seconds. With interrupts off."
-  (let ((waiter (make-own-waiter)))
-    (flet ((chosen ()
-             (leave-lines branches)
-             (chosen-branch branches waiter)))
-      (let ((made nil))
-        (unwind-protect (progn (make-nodes branches waiter)
-                               (setf made t))
-          (unless made (leave-lines branches))))
-      (multiple-value-bind (branch outcome value) (enter-lines branches)
-        (cond ((null outcome)
-               (when (sleeping (waiter operation timeout)
-                       :leave (leave-lines branches)
-                       :undo (undo-choice branches waiter))
-                 (chosen)))
-              ((eq outcome :chosen) (chosen))
-              ;; It may have been chosen where it is not closed.
-              ((and (eq outcome :closed) (not (withdraw waiter))) (chosen))
-              (t (leave-lines branches)
-                 (values branch outcome value)))))))
+  (declare (simple-vector branches))
+  (let ((waiter (make-waiter (own-sleeper)))) ; in the heap, as it may be claiming
+    (with-nodes (nodes branches waiter)
+      (wait-in-lines operation branches nodes waiter timeout))))
 
+(declaim (inline collect-value))
 (defun collect-value (branch value)
   (let ((leaf (branch-leaf branch)))
     (if (occasion-p leaf)
@@ -267,10 +350,9 @@ NIL after TIMEOUT seconds. With interrupts off."
 
 (defun select-branch (operation branches timeout wait-p)
   "Do one of BRANCHES, those of OPERATION; return that, the outcome and the value, or NIL."
-  (shuffle branches)
   (with-room-to-wake
     (multiple-value-bind (branch outcome value) (try-branches branches)
-      (unless (or branch (not wait-p))
+      (unless (or branch (not wait-p) (eql timeout 0))
         (setf (values branch outcome value) (wait-for-branch operation branches timeout)))
       (values branch outcome (and branch (collect-value branch value))))))
 
@@ -296,19 +378,16 @@ values."
           ((eq outcome :closed) (call-wrapped functions nil nil :closed))
           (t (call-wrapped functions value t)))))
 
-(defun sooner-p (seconds timeout)
-  (and seconds (or (null timeout) (<= seconds timeout))))
-
 (defun perform-or (operation timeout wait-p nothing)
   "What PERFORM does, but call NOTHING if nothing was done."
   (declare (function nothing))
-  (multiple-value-bind (branches seconds functions) (branches-of operation)
-    (let ((pause-p (sooner-p seconds timeout)))
-      (multiple-value-bind (branch outcome value)
-          (select-branch operation branches (if pause-p seconds timeout) wait-p)
-        (cond (branch (end-branch branch outcome value))
-              ((and pause-p (or wait-p (= seconds 0))) (call-wrapped functions nil))
-              (t (funcall nothing)))))))
+  (let* ((seconds (operation-seconds operation)) (pause-p (sooner-p seconds timeout)))
+    (multiple-value-bind (branch outcome value)
+        (select-branch operation (operation-branches operation) (if pause-p seconds timeout) wait-p)
+      (cond (branch (end-branch branch outcome value))
+            ((and pause-p (or wait-p (= seconds 0)))
+             (call-wrapped (operation-functions operation) nil))
+            (t (funcall nothing))))))
 
 (defun perform (operation &key timeout (wait-p t))
   "Perform OPERATION, and return its values. Return NIL, NIL and :TIMEOUT if TIMEOUT seconds, a

@@ -9,17 +9,17 @@
 
 (in-package :sb-concurrency)
 
-(defparameter *operation-makers*
-  '((receive receive-operation) (send send-operation) (:timeout pause-operation)
+(defparameter *makers*
+  '((receive make-receipt) (send make-sending) (:timeout pause-operation)
     (wait-on-semaphore semaphore-operation) (receive-message mailbox-operation)
     (wait-on-gate gate-operation) (join-thread join-operation) (await promise-operation)
     #+sb-fiber (sb-fiber:fiber-join join-operation)
     #+sb-fiber (sb-sys:wait-until-fd-usable descriptor-operation))
-  "What waits, and what makes the operation that waits for the same.")
+  "What waits, and what makes the operation that waits for the same, or the leaf of that.")
 
 (defun select-operation-form (head)
-  "The form whose value is the operation that HEAD, of a clause of SELECT, stands for."
-  (let ((maker (and (consp head) (second (assoc (first head) *operation-makers*)))))
+  "The form whose value is the operation, or leaf, that HEAD, of a clause of SELECT, stands for."
+  (let ((maker (and (consp head) (second (assoc (first head) *makers*)))))
     (if maker (cons maker (rest head)) head)))
 
 (defun ignoring-more-values (lambda-list)
@@ -41,9 +41,6 @@
 (defun clause-function (clause)
   (multiple-value-bind (lambda-list ignore) (ignoring-more-values (second clause))
     `(lambda ,lambda-list ,ignore ,@(cddr clause))))
-
-(defun clause-operation (clause)
-  `(wrap ,(select-operation-form (first clause)) ,(clause-function clause)))
 
 (defmacro select (&rest clauses)
   "Wait until one of several things can be done, do it, execute the forms that go with it, and
@@ -79,7 +76,11 @@ SB-SYS:DEADLINE-TIMEOUT."
     (error 'sb-int:simple-program-error
            :format-control "A SELECT has one :DEFAULT at most."))
   (let* ((default (find :default clauses :key #'first))
-         (operation `(choose ,@(mapcar #'clause-operation (remove default clauses)))))
+         (clauses (remove default clauses))
+         (operation `(select-operation
+                      (list ,@(mapcar (lambda (clause) (select-operation-form (first clause)))
+                                      clauses))
+                      ,@(mapcar #'clause-function clauses))))
     (if default
         `(perform-or ,operation nil nil (lambda () ,@(cddr default)))
         `(perform ,operation))))

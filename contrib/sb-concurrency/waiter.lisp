@@ -24,6 +24,12 @@
 ;;; more. A waiter is claiming for some instructions only, under a lock, and takes no other lock
 ;;; meanwhile.
 ;;;
+;;; Nodes are on the stack, unless they are many, and so is a waiter that has but one. So a wait is
+;;; not left before its nodes have been taken out of their lines, under the locks of these, and its
+;;; waiter has withdrawn; or who has chosen it has said by SERVED-P that it will not touch it or the
+;;; node again, which is the last thing before it wakes what sleeps. A waiter that may be claiming is
+;;; in the heap, since who waits for the end of that has no lock.
+;;;
 ;;; What is true when nobody is inside:
 ;;;  - a line is guarded by the lock of what it is a line of;
 ;;;  - a node is in the line that LINE names, or in none if that is NIL; one whose waiter is not
@@ -41,7 +47,9 @@
                    (:copier nil))
   (state +waiting+ :type word)
   ;; The fiber, or a semaphore on which the thread waits.
-  (sleeper nil :read-only t))
+  (sleeper nil :read-only t)
+  ;; It was chosen, and all is done that goes with that.
+  (served-p nil))
 (declaim (freeze-type waiter))
 
 (defstruct (node (:constructor make-node (waiter value &optional (number 0)))
@@ -58,7 +66,6 @@
                  (:copier nil))
   (first nil)
   (last nil))
-(declaim (freeze-type line))
 
 ;;;; locks
 
@@ -112,13 +119,15 @@
       (if previous
           (setf (node-next (truly-the node previous)) next)
           (setf (line-first line) next))
-      (setf (node-line node) nil
-            (node-next node) nil
-            (node-previous node) nil))))
+      (setf (node-next node) nil
+            (node-previous node) nil)
+      ;; Last: its waiter may see that without the lock, and be gone.
+      (barrier (:write))
+      (setf (node-line node) nil))))
 
 ;;;; choosing
 
-(declaim (inline chosen-p state-becomes-p))
+(declaim (inline chosen-p state-becomes-p chosen-number))
 (defun chosen-p (waiter)
   (>= (waiter-state waiter) +chosen+))
 
@@ -175,28 +184,40 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
         do #+sb-fiber (sb-fiber::spin-for-tiny-lock)
            #-sb-fiber (thread-yield)))
 
-(declaim (inline withdraw))
-(defun withdraw (waiter)
-  "Let WAITER not be chosen any more. Return false if it has been."
-  (state-becomes-p waiter +waiting+ +withdrawn+))
-
 ;;;; sleeping
 
-(defun make-own-waiter ()
-  "A waiter for what is running."
-  (make-waiter (or #+sb-fiber (and (sb-fiber::can-park-p) *current-thread*)
-                   (make-semaphore))))
+(declaim (inline own-sleeper))
+(defun own-sleeper ()
+  "What sleeps if what is running waits."
+  (or #+sb-fiber (and (sb-fiber::can-park-p) *current-thread*)
+      (make-semaphore)))
+
+(defun wake-sleeper (sleeper)
+  (if (typep sleeper 'semaphore)
+      ;; Unwound where it waits for the semaphore's mutex, it would leave who sleeps there.
+      (without-interrupts
+        (let ((sb-impl::*deadline* nil))
+          (signal-semaphore sleeper)))
+      #+sb-fiber (sb-fiber::unpark sleeper)))
 
 (defun wake-waiter (waiter)
-  "Called after WAITER was chosen."
+  "Called after WAITER was chosen, by who has done so, and who has no use for it any more."
   (let ((sleeper (waiter-sleeper waiter)))
-    (if (typep sleeper 'semaphore)
-        ;; Unwound where it waits for the semaphore's mutex, it would leave WAITER asleep.
-        (without-interrupts
-          (let ((sb-impl::*deadline* nil))
-            (signal-semaphore sleeper)))
-        #+sb-fiber (sb-fiber::unpark sleeper)))
+    (barrier (:write))
+    (setf (waiter-served-p waiter) t)
+    (wake-sleeper sleeper))
   nil)
+
+(defun await-service (waiter)
+  "Wait until WAITER, which was chosen, is served: that is being done."
+  (loop until (waiter-served-p waiter)
+        do #+sb-fiber (sb-fiber::spin-for-tiny-lock)
+           #-sb-fiber (thread-yield)))
+
+(defun withdraw (waiter)
+  "Let WAITER not be chosen any more. Return false if it has been, and is served."
+  (or (state-becomes-p waiter +waiting+ +withdrawn+)
+      (progn (await-service waiter) nil)))
 
 #+sb-fiber
 (defun park-until-chosen (waiter fiber object timeout)
@@ -205,9 +226,9 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
     (sb-fiber::see-interruptions fiber)
     (unless (chosen-p waiter) (sb-fiber::see-cancellation fiber))
     (sb-fiber::without-interruptions
-      (unless (chosen-p waiter) (sb-fiber::park object limit)))
+      (unless (waiter-served-p waiter) (sb-fiber::park object limit)))
     ;; First of all, or the deadline would be signalled for what was done in time.
-    (when (chosen-p waiter)
+    (when (waiter-served-p waiter)
       (sb-fiber::see-interruptions fiber)
       (return t))))
 
@@ -223,7 +244,7 @@ may have to end sooner, or is interrupted. With interrupts off."
          (null sb-impl::*deadline*)
          (loop
            (when (sb-fiber::fiber-interruptions fiber) (return nil))
-           (when (chosen-p waiter) (return t))
+           (when (waiter-served-p waiter) (return t))
            (when (sb-fiber::to-leave-p fiber) (return nil))
            (sb-fiber::park object nil)))))
 

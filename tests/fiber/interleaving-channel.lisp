@@ -20,19 +20,25 @@
 
 (defun give (fiber channel value &optional deadline)
   "The outcome."
-  (in-test-fiber (fiber) (steps::offer-and-wait channel value deadline)))
+  (in-test-fiber (fiber)
+    (multiple-value-prog1 (steps::offer-and-wait channel value deadline)
+      (unwind-nodes fiber))))
 
 (defun take (fiber channel &optional deadline)
   "The value, or the outcome if that is not :DONE."
   (in-test-fiber (fiber)
     (multiple-value-bind (outcome value) (steps::accept-and-wait channel deadline)
+      (unwind-nodes fiber)
       (if (eq outcome :done) value outcome))))
 
 (defun branches (&rest transfers)
   "Branches for lists of a channel, a kind, and a value."
-  (map 'vector (lambda (transfer)
-                 (sb-concurrency::make-branch (apply #'sb-concurrency::make-transfer transfer) '()))
-       transfers))
+  (sb-concurrency::operation-branches
+   (apply #'sb-concurrency:choose
+          (loop for (channel kind . value) in transfers
+                collect (if (eq kind :send)
+                            (sb-concurrency:send-operation channel (first value))
+                            (sb-concurrency:receive-operation channel))))))
 
 (defun take-one (fiber deadline &rest transfers)
   "Do one of TRANSFERS: the channel, the kind, and the value or another outcome than :DONE."
@@ -65,7 +71,7 @@
       (("sender" (setf sent (give sender channel :value)))
        ("receiver" (setf got (take receiver channel))))
     (or (problem (not (equal '(:done :value) (list sent got))) "Sent: ~A, received: ~A." sent got)
-        (line-problem channel) (phase-problem sender receiver))))
+        (line-problem channel) (node-problem sender receiver) (phase-problem sender receiver))))
 
 (defparameter *two-receive*
   (history ((sender (make-test-fiber)) (first (make-test-fiber)) (second (make-test-fiber))
@@ -83,7 +89,8 @@
        ("receiver" (setf got (take receiver channel 10)))
        ("time" (pass-time)))
     (or (problem (neq (eq sent :done) (eq got :value)) "Sent: ~A, received: ~A." sent got)
-        (line-problem channel) (phase-problem sender receiver) (heap-problem))))
+        (line-problem channel) (node-problem sender receiver) (phase-problem sender receiver)
+        (heap-problem))))
 
 (defparameter *send-or-close*
   (history ((sender (make-test-fiber)) (receiver (make-test-fiber)) (closer (make-test-fiber))
@@ -111,6 +118,16 @@
 
 (test bug-staying-in-the-line
   (with-changes (("LEAVE-LINE" "(remove-node node)" "nil"))
+    (fails *send-or-time-out* :switches 3)))
+
+(test bug-leaving-before-one-is-served
+  (with-changes (("WITHDRAW" "(await-service waiter)" "nil"))
+    (fails *send-or-time-out* :switches 3)))
+
+(test bug-serving-who-was-woken
+  (with-changes (("WAKE-WAITER" "(setf (waiter-served-p waiter) t)" "nil"
+                                "(wake-sleeper sleeper)"
+                                "(progn (wake-sleeper sleeper) (setf (waiter-served-p waiter) t))"))
     (fails *send-or-time-out* :switches 3)))
 
 (test bug-closed-is-taken-for-sent
@@ -182,14 +199,14 @@
   (holds *choose-or-close* :switches 2))
 
 (test bug-not-claiming-oneself
-  (with-changes (("ENTER-LINES" "(try-branch branch (branch-node branch) claim)"
-                                "(try-branch branch (branch-node branch) nil)"))
+  (with-changes (("ENTER-LINES" "(try-branch branch node claim)"
+                                "(try-branch branch node nil)"))
     (fails *two-face-each-other* :switches 3)))
 
 (test bug-not-leaving-other-lines
-  (with-changes (("WAIT-FOR-BRANCH" "(leave-lines branches)" "nil"))
+  (with-changes (("WAIT-IN-LINES" "(leave-lines branches nodes)" "nil"))
     (fails *choose-of-two* :switches 2)))
 
 (test bug-closed-though-chosen
-  (with-changes (("WAIT-FOR-BRANCH" "(not (withdraw waiter))" "nil"))
+  (with-changes (("WAIT-IN-LINES" "(not (withdraw waiter))" "nil"))
     (fails *choose-or-close* :switches 2)))

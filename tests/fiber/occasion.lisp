@@ -22,8 +22,8 @@
 (def-suite* occasion)
 
 (defun line-of (queue)
-  (let ((watch (sb-thread::waitqueue-watch queue)))
-    (and watch (sb-concurrency::line-first (cddr watch)))))
+  (let ((watch (sb-concurrency::watch-of queue)))
+    (and watch (sb-concurrency::line-first watch))))
 
 (defun nobody-selects-p (semaphore)
   "Is nothing left in SEMAPHORE of what has waited there?"
@@ -171,22 +171,59 @@
                            (lambda () (give-things things 0 1000))))
       (check-things things 1000 2000))))
 
-;;; Prevents: a permit that is left to no one by a waiter that was given up for.
+(defun selecting-p (semaphore n)
+  "Do N wait for SEMAPHORE as one of several things?"
+  (= n (loop for node = (line-of (sb-thread::semaphore-queue semaphore))
+               then (sb-concurrency::node-next node)
+             while node count t)))
+
+(defun waiting-p (semaphore n)
+  "Do N wait on SEMAPHORE? At least one selects."
+  (= (1+ n) (sb-thread::semaphore-waitcount semaphore)))
+
+;;; Prevents: permits that nobody is woken for, as those that select count as one in WAITCOUNT.
 (test those-that-wait-for-one-are-served-too
   (on-carriers (n)
     (let ((semaphore (make-semaphore)) (never (make-channel)))
-      (is (equal '(t t t t)
-                 (mixed n 3 1
+      (is (equal (make-list 8 :initial-element t)
+                 (mixed n 4 4
                         (lambda (i)
                           (case i
-                            (0 (sleep 1/50) (signal-semaphore semaphore 2) t)
-                            (1 (select ((wait-on-semaphore semaphore) () t)
-                                       ((receive never) () :wrong)))
-                            (2 (and (wait-on-semaphore semaphore :timeout *patience*) t))
-                            (3 (select ((wait-on-semaphore semaphore) () :wrong)
-                                       ((:timeout 1/100) () t))))))))
+                            (0 (prog1 (wait-until (and (selecting-p semaphore 4)
+                                                       (waiting-p semaphore 3)))
+                                 (signal-semaphore semaphore 7)))
+                            ((1 4 5) (and (wait-on-semaphore semaphore :timeout *patience*) t))
+                            (t (select ((wait-on-semaphore semaphore) () t)
+                                       ((receive never) () :wrong))))))))
       (is (eql 0 (semaphore-count semaphore)))
       (is (nobody-selects-p semaphore)))))
+
+;;; Prevents: a watch that is seen before the signals are told of it.
+(test the-first-to-select
+  (on-carriers (n)
+    (loop repeat 50
+          do (let ((semaphore (make-semaphore)))
+               (is (equal '(t t t t)
+                          (mixed n 3 1
+                                 (lambda (i)
+                                   (cond ((= i 0) (signal-semaphore semaphore 3) t)
+                                         (t (select ((wait-on-semaphore semaphore) () t)
+                                                    ((:timeout *patience*) () :late))))))))))))
+
+(test all-that-join-a-thread
+  (on-carriers (n)
+    (let* ((hurry (make-semaphore))
+           (thread (make-thread (lambda () (wait-on-semaphore hurry) :value)))
+           (ended (sb-thread::thread-semaphore thread)))
+      (is (equal '(t :value :value :value :value)
+                 (mixed n 3 2
+                        (lambda (i)
+                          (case i
+                            (0 (prog1 (wait-until (and (selecting-p ended 2) (waiting-p ended 2)))
+                                 (signal-semaphore hurry)))
+                            ((1 3) (select ((join-thread thread) (value) value)
+                                           ((:timeout *patience*) () :late)))
+                            (t (join-thread thread :timeout *patience*))))))))))
 
 (test a-gate-lets-all-pass
   (on-carriers (n)
@@ -216,6 +253,30 @@
                      (list (join (spawn (group) (first-end thread)))
                            (join (spawn (group) (first-end fiber))))))
           (terminate-fiber never))))))
+
+;;; Prevents: a watcher that stays until the fiber ends.
+(test no-watchers-stay
+  (on-carriers (n)
+    (let ((mailbox (make-mailbox)))
+      (with-group (group n)
+        (let ((never (spawn (group) (fiber-park))))
+          (is (equal '(0 1 2 3 4 5 6 7 8 9)
+                     (join (spawn (group)
+                             (spawn (group)
+                               (dotimes (i 10) (pause) (send-message mailbox i)))
+                             (loop repeat 10
+                                   collect (select ((fiber-join never) () :wrong)
+                                                   ((receive-message mailbox) (i) i)))))))
+          (is-true (wait-until (= 1 (count group (list-all-fibers) :key #'fiber-group))))
+          (terminate-fiber never))))))
+
+(test joining-oneself-in-select
+  (flet ((join-oneself ()
+           (handler-case (select ((join-thread sb-thread:*current-thread*) () :wrong))
+             (sb-thread:join-thread-error () :refused))))
+    (on-carriers (n)
+      (is (equal '(:refused :refused)
+                 (mixed n 1 1 (lambda (i) (declare (ignore i)) (join-oneself))))))))
 
 (test cancelled-waits-for-occasions
   (on-carriers (n)
@@ -277,6 +338,9 @@
                           (descriptor-closed () :closed))))))
           (sb-unix:unix-close in)
           (is (eq :closed (join fiber))))
+        (is (eq :closed (join (spawn (group)
+                                (handler-case (await-input in (make-channel))
+                                  (descriptor-closed () :closed))))))
         (sb-unix:unix-close out)))))
 
 ;;; Its watchers run in the default group, which is started for that.

@@ -85,9 +85,3 @@ has the room to wait in that."
                ((and ,fiber (= 0 (context-word (context-of ,fiber) guards)))
                 (without-gcing (,wake)))
                (t (ensure-waking-room ,bytes) (,wake)))))))
-
-(declaim (ftype (sfunction (function) t) call-with-waking-room))
-(defun call-with-waking-room (function)
-  "Call FUNCTION, which wakes and does not wait, and must not be cut off: for other modules."
-  (declare (dynamic-extent function))
-  (with-waking-room (6144) (funcall function)))

@@ -176,11 +176,16 @@
         (setf (bucket-chains bucket) new))
       nil)))
 
+;;; A wait must not be unwound for want of what would only make it quicker.
+(defun grow-bucket-if-possible (bucket)
+  (handler-case (grow-bucket bucket)
+    (storage-condition ())))
+
 (declaim (inline bucket-ensure-room))
 (defun bucket-ensure-room (bucket)
   "Let BUCKET have as many chains as are good for the queues that it has."
   (when (> (bucket-queues bucket) (* 2 (length (bucket-chains bucket))))
-    (grow-bucket bucket)))
+    (grow-bucket-if-possible bucket)))
 
 (declaim (ftype (sfunction (bucket fiber word (unsigned-byte 32) &optional t) boolean)
                 enter-bucket))

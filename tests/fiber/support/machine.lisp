@@ -422,6 +422,7 @@
         *cell* (sb-fiber::make-fd-cell 3)
         *file* (list 0)
         *compared* nil
+        *nodes* '()
         steps::*pollers* (vector (sb-fiber::scheduler-poller *scheduler*) nil)
         *eventfds* (vector 0 0 0)
         *start* (make-start)))
@@ -438,11 +439,39 @@ CHECK has a string as value if something is wrong in the end."
 
 ;;;; channels
 
-(defun steps::make-own-waiter ()
-  (sb-concurrency::make-waiter steps::*current-thread*))
+(defun steps::own-sleeper () steps::*current-thread*)
 
-(defun steps::wake-waiter (waiter)
-  (steps::unpark (sb-concurrency::waiter-sleeper waiter)))
+(defun steps::wake-sleeper (sleeper) (steps::unpark sleeper))
+
+;;; The nodes of those that wait for one thing are on the stack, and so gone when they have waited.
+(defvar *nodes*)
+
+(defun steps::make-node (waiter value &optional (number 0))
+  (let ((node (sb-concurrency::make-node waiter value number)))
+    (push node *nodes*)
+    node))
+
+(defun nodes-of (fiber)
+  (remove fiber *nodes* :test-not #'eq
+                        :key (lambda (node)
+                               (sb-concurrency::waiter-sleeper (sb-concurrency::node-waiter node)))))
+
+(defun unwind-nodes (fiber)
+  "FIBER has waited for one thing."
+  (dolist (node (nodes-of fiber))
+    (setf (sb-concurrency::node-line node) :gone
+          (sb-concurrency::node-value node) :gone
+          (sb-concurrency::waiter-served-p (sb-concurrency::node-waiter node)) :gone)))
+
+(defun node-problem (&rest fibers)
+  "Has somebody touched what was gone?"
+  (loop for fiber in fibers
+        thereis (loop for node in (nodes-of fiber)
+                      thereis (problem
+                               (not (and (eq :gone (sb-concurrency::node-line node))
+                                         (eq :gone (sb-concurrency::waiter-served-p
+                                                    (sb-concurrency::node-waiter node)))))
+                               "A stack was written to by another."))))
 
 (defun steps::sleep-undisturbed (waiter object deadline)
   (declare (ignore waiter object deadline))
@@ -450,7 +479,7 @@ CHECK has a string as value if something is wrong in the end."
 
 (defun steps::sleep-until-chosen (waiter object deadline)
   (loop
-    (when (steps::chosen-p waiter) (return t))
+    (when (steps::waiter-served-p waiter) (return t))
     (when (steps::deadline-passed-p deadline) (return nil))
     (steps::park object deadline)))
 
@@ -459,5 +488,10 @@ CHECK has a string as value if something is wrong in the end."
            (lambda ()
              (/= (sb-concurrency::waiter-state waiter) sb-concurrency::+claiming+))))
 
+(defun steps::await-service (waiter)
+  (perform :read waiter 'steps::waiter-served-p (constantly nil)
+           (lambda () (sb-concurrency::waiter-served-p waiter))))
+
 ;;; All orders are tried anyway.
-(defun steps::shuffle (vector) vector)
+(defun steps::shuffle (order n)
+  (dotimes (i n order) (setf (aref order i) i)))
