@@ -69,11 +69,20 @@
         (unless (eq partner t) (return partner))
         (await-end-of-claim (truly-the waiter claimant))))))
 
-(defmacro waking-chosen (&body body)
-  "Execute BODY, which serves those that wait for what has been changed already. If the stack is used
-up, first the exhaustion is signalled, and BODY executed in the room that there is for that."
-  `(unwind-protect #+sb-fiber (sb-fiber::ensure-waking-room 6144) #-sb-fiber nil
-     (#+sb-fiber sb-fiber::without-interruptions #-sb-fiber without-interrupts ,@body)))
+;;; What they wait for has been changed already.
+(defmacro waking-chosen ((queue n) &body body)
+  "Execute BODY, which serves those in the line of QUEUE. If the stack is used up the exhaustion is
+signalled first, and then, in the room that there is for that, CONDITION-NOTIFY begins again."
+  (declare (ignorable queue n))
+  #-sb-fiber `(without-interrupts ,@body)
+  #+sb-fiber
+  (with-unique-names (room-p)
+    `(let ((,room-p nil))
+       (unwind-protect (progn (sb-fiber::ensure-waking-room 6144)
+                              (setf ,room-p t))
+         (if ,room-p
+             (sb-fiber::without-interruptions ,@body)
+             (condition-notify ,queue ,n))))))
 
 (defun leave-watched (mutex node)
   (when (node-line node)
@@ -88,7 +97,7 @@ of N are to be woken."
   (let* ((watch (truly-the watch (watch-of queue)))
          (semaphore (watch-object watch)))
     (declare (type semaphore semaphore))
-    (waking-chosen
+    (waking-chosen (queue n)
       (loop until (= 0 (sb-thread::semaphore-%count semaphore))
             do (let ((node (choose-first watch)))
                  (unless node (return))
@@ -164,7 +173,7 @@ it, and true. It comes before those that wait by RECEIVE-MESSAGE."
 (defun serve-gate (queue n)
   "Choose those in the line of QUEUE, of a gate, which is open. Return N."
   (let ((watch (truly-the watch (watch-of queue))))
-    (waking-chosen
+    (waking-chosen (queue n)
       (loop
         (let ((node (choose-first watch)))
           (unless node (return))

@@ -22,9 +22,9 @@
 ;;; entered.
 ;;;
 ;;; What an operation is made of in the end is leaves: transfers, by channels, and occasions, which
-;;; are all else that can be waited for, each in its way, see occasion.lisp. CHOOSE and WRAP make
-;;; a vector of branches of them; so PERFORM, which is called more often, makes nothing unless it has
-;;; to wait. The shortest pause is a time limit for the others.
+;;; are all else that can be waited for, each in its way, see occasion.lisp. CHOOSE and WRAP make a
+;;; vector of branches of them; so PERFORM, which is called more often, makes nothing. The shortest
+;;; pause is a time limit for the others.
 
 ;;;; leaves
 
@@ -37,7 +37,8 @@
 
 ;;; The functions of a way are called with interrupts off, and do not wait. OBJECT is what it is the
 ;;; way to wait for.
-(defstruct (way (:constructor make-way (&key likely-p try prepare leave collect undo)) (:copier nil))
+(defstruct (way (:constructor make-way (&key likely-p try prepare leave collect undo))
+                (:copier nil))
   ;; (OBJECT) => could it be done now, as far as can be seen without a lock?
   (likely-p (missing-arg) :type function :read-only t)
   ;; (OBJECT NODE CLAIM): as OFFER does
@@ -227,119 +228,92 @@ Donald Knuth, The Art of Computer Programming, volume 2, section 3.4.2."
          (call-way way-prepare leaf))
         (t (transfer-value leaf))))
 
-(defun leave-lines (branches nodes)
-  "Let NODES, of BRANCHES, be in no line."
-  (loop for branch across (the simple-vector branches)
-        for node across (the simple-vector nodes)
-        for leaf = (branch-leaf branch)
-        do (cond ((occasion-p leaf) (call-way way-leave leaf node))
-                 (t (leave-line (transfer-channel leaf) node)))))
+(defmacro do-nodes ((branch node branches waiter) &body body)
+  "Execute BODY with BRANCH and NODE bound to each of BRANCHES and the node of WAITER for it. In a
+block named NIL."
+  `(loop for ,branch across (the simple-vector ,branches)
+         for ,node = (first-node ,waiter) then (truly-the node (node-sibling ,node))
+         do ,@body))
 
-(defun prepare-nodes (branches nodes)
+(defun leave-lines (branches waiter)
+  "Let the nodes of WAITER, for BRANCHES, be in no line."
+  (do-nodes (branch node branches waiter)
+    (let ((leaf (branch-leaf branch)))
+      (if (occasion-p leaf)
+          (call-way way-leave leaf node)
+          (leave-line (transfer-channel leaf) node)))))
+
+(defun prepare-nodes (branches waiter)
   (let ((prepared nil))
     (unwind-protect
-         (loop for branch across (the simple-vector branches)
-               for node across (the simple-vector nodes)
-               do (setf (node-value node) (prepare-value (branch-leaf branch)))
-               finally (setf prepared t))
-      (unless prepared (leave-lines branches nodes)))))
+         (progn (do-nodes (branch node branches waiter)
+                  (setf (node-value node) (prepare-value (branch-leaf branch))))
+                (setf prepared t))
+      (unless prepared (leave-lines branches waiter)))))
 
-(defconstant +few-nodes+ 8)
+(defun enter-lines (branches waiter)
+  "Enter the nodes of WAITER, for BRANCHES, and return NIL; or, if one can be done meanwhile, return
+as TRY-BRANCHES; or NIL and :CHOSEN."
+  (let ((claim nil))
+    (do-nodes (branch node branches waiter)
+      (multiple-value-bind (outcome value) (try-branch branch node claim)
+        (case outcome
+          (:waiting (setf claim t))
+          (:chosen (return (values nil :chosen)))
+          (t (return (values branch outcome value))))))))
 
-;;; Each call has one of the nodes on its stack.
-(defun call-with-nodes (function nodes n waiter i)
-  "Call FUNCTION when NODES has nodes of WAITER from number I to N."
-  (declare (function function) (simple-vector nodes) (index n i))
-  (if (= i n)
-      (funcall function)
-      (let ((node (make-node waiter nil i)))
-        (declare (dynamic-extent node))
-        (setf (svref nodes i) node)
-        (call-with-nodes function nodes n waiter (1+ i)))))
-
-(defmacro with-nodes ((nodes branches waiter) &body body)
-  "Execute BODY, with NODES bound to a vector of nodes of WAITER for BRANCHES; maybe a longer one."
-  (with-unique-names (n function)
-    `(let ((,n (length ,branches)))
-       (flet ((,function (,nodes)
-                (declare (simple-vector ,nodes))
-                ,@body))
-         (if (<= ,n +few-nodes+)
-             (let ((,nodes (make-array +few-nodes+ :initial-element 0)))
-               (declare (dynamic-extent ,nodes))
-               (flet ((go-on () (,function ,nodes)))
-                 (declare (dynamic-extent #'go-on))
-                 (call-with-nodes #'go-on ,nodes ,n ,waiter 0)))
-             (let ((,nodes (make-array ,n)))
-               (dotimes (i ,n) (setf (svref ,nodes i) (make-node ,waiter nil i)))
-               (,function ,nodes)))))))
-
-;;; From the first entry on nothing is allocated: an error would leave a waiter there that is gone.
-(defun enter-lines (branches nodes)
-  "Enter NODES, those of BRANCHES, and return NIL; or, if one can be done meanwhile, return as
-TRY-BRANCHES; or NIL and :CHOSEN."
-  (loop for branch across (the simple-vector branches)
-        for node across (the simple-vector nodes)
-        for claim = nil then t
-        do (multiple-value-bind (outcome value) (try-branch branch node claim)
-             (case outcome
-               (:waiting)
-               (:chosen (return (values nil :chosen)))
-               (t (return (values branch outcome value)))))))
-
-(defun chosen-branch (branches nodes waiter)
+(defun chosen-branch (branches waiter)
   "The branch for which WAITER was chosen, the outcome, and the value."
   (multiple-value-bind (number closing) (chosen-number waiter)
-    (values (svref branches number)
-            (if closing :closed :done)
-            (node-value (svref nodes number)))))
+    (do-nodes (branch node branches waiter)
+      (when (= (node-number node) number)
+        (return (values branch (if closing :closed :done) (node-value node)))))))
 
-(defun undo-choice (branches nodes waiter)
+(defun undo-choice (branches waiter)
   "WAITER, which was chosen, is being unwound."
-  (leave-lines branches nodes)
-  (multiple-value-bind (branch outcome value) (chosen-branch branches nodes waiter)
+  (leave-lines branches waiter)
+  (multiple-value-bind (branch outcome value) (chosen-branch branches waiter)
     (let ((leaf (branch-leaf branch)))
       (cond ((occasion-p leaf) (call-way way-undo leaf))
             ((and (eq outcome :done) (eq (transfer-kind leaf) :receive))
              (give-back (transfer-channel leaf) value))))))
 
-(defun enter-or-leave (branches nodes waiter)
+(defun enter-or-leave (branches waiter)
   "Do what ENTER-LINES does. If that is unwound, as by a lock that the thread has already, leave."
   (let ((entered nil))
-    (unwind-protect (multiple-value-prog1 (enter-lines branches nodes)
+    (unwind-protect (multiple-value-prog1 (enter-lines branches waiter)
                       (setf entered t))
       (unless entered
         (if (withdraw waiter)
-            (leave-lines branches nodes)
-            (undo-choice branches nodes waiter))))))
+            (leave-lines branches waiter)
+            (undo-choice branches waiter))))))
 
-(defun wait-in-lines (operation branches nodes waiter timeout)
-  "Wait with NODES until WAITER, which is theirs, is chosen. Return as WAIT-FOR-BRANCH."
+(defun wait-in-lines (operation branches waiter timeout)
+  "Wait until WAITER is chosen in the lines of BRANCHES. Return as WAIT-FOR-BRANCH."
   (flet ((chosen ()
-           (leave-lines branches nodes)
-           (chosen-branch branches nodes waiter)))
-    (prepare-nodes branches nodes)
-    (multiple-value-bind (branch outcome value) (enter-or-leave branches nodes waiter)
+           (leave-lines branches waiter)
+           (chosen-branch branches waiter)))
+    (prepare-nodes branches waiter)
+    (multiple-value-bind (branch outcome value) (enter-or-leave branches waiter)
       (cond ((null outcome)
              (when (sleeping (waiter operation timeout)
-                     :leave (leave-lines branches nodes)
-                     :undo (undo-choice branches nodes waiter))
+                       :leave (leave-lines branches waiter)
+                       :undo (undo-choice branches waiter))
                (chosen)))
             ((eq outcome :chosen)
              (await-service waiter)
              (chosen))
             ;; It may have been chosen where it is not closed.
             ((and (eq outcome :closed) (not (withdraw waiter))) (chosen))
-            (t (leave-lines branches nodes)
+            (t (leave-lines branches waiter)
                (values branch outcome value))))))
 
 (defun wait-for-branch (operation branches timeout)
-  "Wait until one of BRANCHES, those of OPERATION, can be done; return what CHOSEN-BRANCH does, or
-NIL after TIMEOUT seconds. With interrupts off."
-  (declare (simple-vector branches))
-  (let ((waiter (make-waiter (own-sleeper)))) ; in the heap, as it may be claiming
-    (with-nodes (nodes branches waiter)
-      (wait-in-lines operation branches nodes waiter timeout))))
+  "Wait until one of BRANCHES, those of OPERATION, can be done; return that, the outcome and the
+value, or NIL after TIMEOUT seconds. With interrupts off."
+  (let ((waiter (own-waiter (length (the simple-vector branches)))))
+    (multiple-value-prog1 (wait-in-lines operation branches waiter timeout)
+      (end-use waiter))))
 
 (declaim (inline collect-value))
 (defun collect-value (branch value)

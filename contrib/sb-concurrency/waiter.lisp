@@ -16,7 +16,7 @@
 ;;;     STATE                        move                 by
 ;;;     +WAITING+ -> +CLAIMING+      CLAIMING-ONESELF     the waiter, to serve a node of another
 ;;;     +CLAIMING+ -> +WAITING+      CLAIMING-ONESELF     the same: there was none
-;;;     +CLAIMING+ -> chosen         CLAIMING-ONESELF     the same: it has served one
+;;;     +CLAIMING+ -> +WITHDRAWN+    CLAIMING-ONESELF     the same: it has served one
 ;;;     +WAITING+ -> chosen          TAKE-PARTNER         who serves it, under the lock of the line
 ;;;     +WAITING+ -> +WITHDRAWN+     WITHDRAW             the waiter: time-out, unwinding
 ;;;
@@ -24,11 +24,12 @@
 ;;; more. A waiter is claiming for some instructions only, under a lock, and takes no other lock
 ;;; meanwhile.
 ;;;
-;;; Nodes are on the stack, unless they are many, and so is a waiter that has but one. So a wait is
-;;; not left before its nodes have been taken out of their lines, under the locks of these, and its
-;;; waiter has withdrawn; or who has chosen it has said by SERVED-P that it will not touch it or the
-;;; node again, which is the last thing before it wakes what sleeps. A waiter that may be claiming is
-;;; in the heap, since who waits for the end of that has no lock.
+;;; Waiters are used again, with their nodes. So a wait is not left before its nodes have been
+;;; taken out of their lines, under the locks of these, and its waiter has withdrawn; or who has
+;;; chosen it has said by SERVED-P that it will not touch it or the nodes again, which is the last
+;;; thing before it wakes what sleeps. (Who waits for the end of a claim looks at a waiter that may
+;;; be another's by then, and be claiming for that.) One whose wait is unwound is left to the
+;;; collector.
 ;;;
 ;;; What is true when nobody is inside:
 ;;;  - a line is guarded by the lock of what it is a line of;
@@ -43,29 +44,43 @@
 (defconstant +chosen+ 3)
 
 (declaim (inline make-waiter make-node))
-(defstruct (waiter (:constructor make-waiter (sleeper))
+(defstruct (waiter (:constructor make-waiter ())
                    (:copier nil))
   (state +waiting+ :type word)
   ;; The fiber, or a semaphore on which the thread waits.
-  (sleeper nil :read-only t)
+  (sleeper nil)
   ;; It was chosen, and all is done that goes with that.
-  (served-p nil))
+  (served-p nil)
+  ;; A chain through SIBLING, in the order of their numbers.
+  (nodes nil)
+  ;; Those that a carrier has in reserve are a chain; how long it is from here on.
+  (next nil)
+  (depth 0 :type fixnum))
 (declaim (freeze-type waiter))
 
-(defstruct (node (:constructor make-node (waiter value &optional (number 0)))
+(defstruct (node (:constructor make-node (waiter number))
                  (:copier nil))
   (waiter (missing-arg) :type waiter :read-only t)
-  (value nil)
   (number 0 :type (unsigned-byte 16) :read-only t)
+  (value nil)
   (line nil)
   (next nil)
-  (previous nil))
+  (previous nil)
+  (sibling nil))
 (declaim (freeze-type node))
 
 (defstruct (line (:constructor make-line ())
                  (:copier nil))
   (first nil)
   (last nil))
+
+;;; They refer to each other, and may be others' soon.
+(macrolet ((define (&rest types)
+             `(progn ,@(loop for type in types
+                             collect `(defmethod print-object ((object ,type) stream)
+                                        (print-unreadable-object (object stream :type t
+                                                                                :identity t)))))))
+  (define waiter node line))
 
 ;;;; locks
 
@@ -167,13 +182,12 @@ claiming just now. The waiter is given VALUE; or told, if CLOSING is 1, that it 
 (defmacro claiming-oneself ((node claim) &body body)
   "The outcome of BODY, which serves another node, puts NODE in a line, or does nothing. If CLAIM is
 true the waiter of NODE is in other lines already: :CHOSEN if it has been chosen there, or else BODY
-is executed while nobody can choose it, and it is chosen if the outcome is :DONE."
+is executed while nobody can choose it, and then it is withdrawn if the outcome is :DONE."
   `(if ,claim
        (let* ((node (truly-the node ,node)) (waiter (node-waiter node)))
          (if (state-becomes-p waiter +waiting+ +claiming+)
              (let ((outcome (progn ,@body)))
-               (setf (waiter-state waiter)
-                     (if (eq outcome :done) (choice node 0) +waiting+))
+               (setf (waiter-state waiter) (if (eq outcome :done) +withdrawn+ +waiting+))
                outcome)
              :chosen))
        (progn ,@body)))
@@ -191,6 +205,65 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
   "What sleeps if what is running waits."
   (or #+sb-fiber (and (sb-fiber::can-park-p) *current-thread*)
       (make-semaphore)))
+
+(declaim (inline take-reserve))
+(defun take-reserve ()
+  "A waiter that the carrier has in reserve, or NIL."
+  #+sb-fiber
+  (let ((carrier sb-fiber::*carrier*))
+    (when carrier
+      (let ((waiter (sb-fiber::carrier-waiters (truly-the sb-fiber::carrier carrier))))
+        (when waiter
+          (setf (sb-fiber::carrier-waiters (truly-the sb-fiber::carrier carrier))
+                (waiter-next (truly-the waiter waiter)))
+          waiter)))))
+
+(defun ensure-nodes (waiter n)
+  "Let WAITER have N nodes, at least."
+  (declare (type (integer 0 65536) n))
+  (let ((last nil) (node (waiter-nodes waiter)))
+    (dotimes (i n)
+      (unless node
+        (setf node (make-node waiter i))
+        (if last
+            (setf (node-sibling last) node)
+            (setf (waiter-nodes waiter) node)))
+      (setf last (truly-the node node)
+            node (node-sibling last)))))
+
+(declaim (inline first-node))
+(defun first-node (waiter)
+  (truly-the node (waiter-nodes waiter)))
+
+(defun own-waiter (n)
+  "A waiter for what is running, with N nodes at least. With interrupts off."
+  (let ((sleeper (own-sleeper))
+        (waiter (truly-the waiter (or (take-reserve) (make-waiter)))))
+    (setf (waiter-state waiter) +waiting+
+          (waiter-sleeper waiter) sleeper
+          (waiter-served-p waiter) nil
+          (waiter-next waiter) nil)
+    (ensure-nodes waiter n)
+    waiter))
+
+(defconstant +most-in-reserve+ 64)
+
+(defun end-use (waiter)
+  "Nobody knows WAITER any more: it may be used again. With interrupts off."
+  #-sb-fiber (declare (ignore waiter))
+  #+sb-fiber
+  (let ((carrier sb-fiber::*carrier*))
+    (when carrier
+      (let* ((reserve (sb-fiber::carrier-waiters (truly-the sb-fiber::carrier carrier)))
+             (depth (if reserve (waiter-depth (truly-the waiter reserve)) 0)))
+        (when (< depth +most-in-reserve+)
+          (do ((node (waiter-nodes waiter) (node-sibling (truly-the node node))))
+              ((null node))
+            (setf (node-value (truly-the node node)) nil))
+          (setf (waiter-sleeper waiter) nil
+                (waiter-next waiter) reserve
+                (waiter-depth waiter) (1+ depth)
+                (sb-fiber::carrier-waiters (truly-the sb-fiber::carrier carrier)) waiter))))))
 
 (defun wake-sleeper (sleeper)
   (if (typep sleeper 'semaphore)
@@ -216,8 +289,10 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
 
 (defun withdraw (waiter)
   "Let WAITER not be chosen any more. Return false if it has been, and is served."
-  (or (state-becomes-p waiter +waiting+ +withdrawn+)
-      (progn (await-service waiter) nil)))
+  (cond ((state-becomes-p waiter +waiting+ +withdrawn+) t)
+        ((chosen-p waiter) (await-service waiter)
+                           nil)
+        (t t)))
 
 #+sb-fiber
 (defun park-until-chosen (waiter fiber object timeout)
@@ -228,7 +303,8 @@ is executed while nobody can choose it, and it is chosen if the outcome is :DONE
     (sb-fiber::without-interruptions
       (unless (waiter-served-p waiter) (sb-fiber::park object limit)))
     ;; First of all, or the deadline would be signalled for what was done in time.
-    (when (waiter-served-p waiter)
+    (when (chosen-p waiter)
+      (await-service waiter)
       (sb-fiber::see-interruptions fiber)
       (return t))))
 

@@ -102,7 +102,9 @@
 ;;;; already, it clears a bit and wakes that carrier. In "queue, then read IDLE" as in "enter IDLE,
 ;;;; then look" there is a full barrier between the two steps, so that one side sees the other: no
 ;;;; wake-up is lost, and no carrier wakes by time only to look. One searcher is enough, since it
-;;;; wakes another when it finds something and more is left.
+;;;; wakes another when it finds something and more is left. A fiber that is alone in a queue, where
+;;;; another fiber has put it, is not stolen before a searcher has seen it there twice: most likely
+;;;; that other is about to park. A searcher that leaves it there does not sleep.
 ;;;;
 ;;;; Interrupting. A thread that wants a fiber to call a function queues the function in the fiber,
 ;;;; and then looks whether the fiber is mounted. If so, it sends a signal to the carrier, whose
@@ -293,6 +295,14 @@ run last, and return it, or NIL."
       (let ((scheduler (carrier-scheduler (truly-the carrier carrier))))
         (when (and scheduler (eq (scheduler-group scheduler) group)) scheduler)))))
 
+(declaim (inline queue-here))
+(defun queue-here (scheduler fiber)
+  "Queue FIBER in SCHEDULER, which this thread serves. Return false if its queue is full."
+  (let ((queue (scheduler-queue scheduler)))
+    (when (run-queue-put queue fiber)
+      (when (in-fiber-p) (setf (scheduler-handed scheduler) (run-queue-tail queue)))
+      t)))
+
 (defun make-runnable (fiber)
   "Queue FIBER, which is ACTIVE, in no queue, and has left its stack. With interrupts off."
   (declare (fiber fiber))
@@ -305,7 +315,7 @@ run last, and return it, or NIL."
         (cond ((with-own-scheduler
                  (let ((mine (my-scheduler group)))
                    (and mine (not *force-migration*)
-                        (run-queue-put (scheduler-queue mine) fiber))))
+                        (queue-here mine fiber))))
                (barrier (:memory))
                (call-for-help group))
               (t (inject group fiber))))))

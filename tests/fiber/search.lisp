@@ -86,3 +86,52 @@
                           (let ((others (loop repeat 10 collect (spawn (group) (setf done t)))))
                             (loop until done)
                             (all-true-p (join-all others)))))))))))
+
+;;;; what is stolen
+
+(defun two-schedulers ()
+  (let* ((group (sb-fiber::%make-fiber-group nil))
+         (schedulers (loop for i below 2
+                           collect (sb-fiber::%make-scheduler group (sb-fiber::%make-poller i)))))
+    (setf (sb-fiber::fiber-group-schedulers group) (coerce schedulers 'simple-vector))
+    (values-list schedulers)))
+
+(defun queue-in (scheduler fiber &key handed)
+  "Queue FIBER, HANDED over by another fiber or not."
+  (let ((queue (sb-fiber::scheduler-queue scheduler)))
+    (sb-fiber::run-queue-put queue fiber)
+    (when handed (setf (sb-fiber::scheduler-handed scheduler) (sb-fiber::run-queue-tail queue)))))
+
+(defun take-from (scheduler) (sb-fiber::run-queue-take (sb-fiber::scheduler-queue scheduler)))
+
+;;; Prevents: two fibers that talk to each other, and are taken apart each time.
+(test who-was-woken-is-left-alone-for-a-moment
+  (multiple-value-bind (victim thief) (two-schedulers)
+    (let ((a (make-fiber #'identity)) (b (make-fiber #'identity)) (lone (list nil)))
+      (flet ((steal () (sb-fiber::steal-work thief lone)))
+        (queue-in victim a :handed t)
+        (is (null (steal)))
+        (is (eq a (steal)))
+        (queue-in victim a :handed t)
+        (is (null (steal)))
+        (is (eq a (take-from victim)))
+        (queue-in victim b :handed t)
+        (is (null (steal)) "It is not the one that was seen.")
+        (queue-in victim a :handed t)
+        (is (eq b (steal)) "It is not alone.")
+        (is (eq a (take-from victim)))
+        (queue-in victim a)
+        (is (eq a (steal)) "Nobody has handed it over.")
+        (is (null (steal)))))))
+
+;;; Nor must it wait for the one that woke it.
+(test who-was-woken-is-stolen-after-that
+  (on-carriers (n :counts '(2 16))
+    (with-group (group n)
+      (dotimes (i 20)
+        (let* ((done nil)
+               (parked (wait-until-parked (spawn (group) (fiber-park) (setf done t)))))
+          (is (eq t (join (spawn (group)
+                            (fiber-unpark parked)
+                            (loop until done)
+                            t)))))))))

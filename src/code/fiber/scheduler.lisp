@@ -37,6 +37,8 @@
   (looked 0 :type word)
   (read 0 :type word)
   (next-reading 1 :type fixnum)
+  ;; The TAIL of its queue when a fiber last woke another.
+  (handed 0 :type (and unsigned-byte fixnum))
   ;; How often it has taken work from others.
   (steals 0 :type fixnum))
 (declaim (freeze-type scheduler))
@@ -73,6 +75,8 @@
   (handling nil :type boolean)
   ;; What is left of the mounted fiber's +BUDGET+.
   (budget 0 :type fixnum)
+  ;; What SB-CONCURRENCY keeps for those that will wait: see WAITER there.
+  (waiters nil)
   ;; The fiber that the last switch on this carrier has left, and what is to become of it.
   (predecessor nil)
   (action nil))

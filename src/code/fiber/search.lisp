@@ -68,18 +68,35 @@ and return that, or NIL if there is none."
         (run-queue-put queue fiber)))
     first))
 
-(defun steal-work (scheduler)
+(defun steal-from (victim scheduler)
+  (let ((fiber (run-queue-steal (scheduler-queue victim) (scheduler-queue scheduler))))
+    (when fiber
+      (setf (scheduler-steals scheduler) (truly-the fixnum (1+ (scheduler-steals scheduler)))))
+    fiber))
+
+;;; A fiber that is alone in a queue, woken by another, is left there for a moment: that other is
+;;; about to park, most likely, and what both use is in that processor's caches.
+(defun steal-work (scheduler lone)
+  "Steal something for SCHEDULER, and return a fiber to run, or NIL. LONE, a cons of a scheduler and
+a number, is which fiber was alone in a queue before, and is to be so again after this."
+  (declare (cons lone))
   (let* ((all (fiber-group-schedulers (truly-the fiber-group (scheduler-group scheduler))))
          (n (length all))
          (start (poller-index (scheduler-poller scheduler))))
     (dotimes (i n)
       (let ((victim (truly-the scheduler (svref all (rem (+ start i 1) n)))))
         (unless (eq victim scheduler)
-          (let ((fiber (run-queue-steal (scheduler-queue victim) (scheduler-queue scheduler))))
-            (when fiber
-              (setf (scheduler-steals scheduler)
-                    (truly-the fixnum (1+ (scheduler-steals scheduler))))
-              (return fiber))))))))
+          (let* ((queue (scheduler-queue victim))
+                 (head (run-queue-head queue))
+                 (length (run-queue-length queue)))
+            (cond ((<= length 0))
+                  ((or (> length 1)
+                       (/= (run-queue-tail queue) (scheduler-handed victim))
+                       (and (eq victim (car lone)) (eq head (cdr lone))))
+                   (let ((fiber (steal-from victim scheduler)))
+                     (when fiber (return fiber))))
+                  (t (setf (car lone) victim
+                           (cdr lone) head)))))))))
 
 (defun look-around (scheduler)
   "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or
@@ -107,10 +124,12 @@ would take processors from carriers that work."
 (defun search-elsewhere (scheduler group)
   "Steal for SCHEDULER, which has nothing to do. While one searches no other needs to be woken."
   (atomic-incf (fiber-group-searching group))
-  (let ((fiber (loop repeat 4
-                     do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))
-                          (when fiber (return fiber)))
-                        (loop repeat 50 do (spin-loop-hint)))))
+  (let* ((lone (list nil))
+         (fiber (loop repeat 4
+                      do (let ((fiber (or (steal-work scheduler lone) (look-around scheduler))))
+                           (when fiber (return fiber)))
+                         (loop repeat 50 do (spin-loop-hint)))))
+    (declare (dynamic-extent lone))
     (atomic-decf (fiber-group-searching group))
     (when fiber (call-for-help group))
     fiber))

@@ -422,7 +422,7 @@
         *cell* (sb-fiber::make-fd-cell 3)
         *file* (list 0)
         *compared* nil
-        *nodes* '()
+        *ended-waiters* '()
         steps::*pollers* (vector (sb-fiber::scheduler-poller *scheduler*) nil)
         *eventfds* (vector 0 0 0)
         *start* (make-start)))
@@ -439,39 +439,36 @@ CHECK has a string as value if something is wrong in the end."
 
 ;;;; channels
 
-(defun steps::own-sleeper () steps::*current-thread*)
+(defun steps::own-waiter (n)
+  (let ((waiter (sb-concurrency::make-waiter)))
+    (setf (sb-concurrency::waiter-sleeper waiter) steps::*current-thread*)
+    (sb-concurrency::ensure-nodes waiter n)
+    waiter))
 
 (defun steps::wake-sleeper (sleeper) (steps::unpark sleeper))
 
-;;; The nodes of those that wait for one thing are on the stack, and so gone when they have waited.
-(defvar *nodes*)
+;;; Those whose use has ended
+(defvar *ended-waiters*)
 
-(defun steps::make-node (waiter value &optional (number 0))
-  (let ((node (sb-concurrency::make-node waiter value number)))
-    (push node *nodes*)
-    node))
+(defun nodes-of (waiter)
+  (loop for node = (sb-concurrency::waiter-nodes waiter) then (sb-concurrency::node-sibling node)
+        while node collect node))
 
-(defun nodes-of (fiber)
-  (remove fiber *nodes* :test-not #'eq
-                        :key (lambda (node)
-                               (sb-concurrency::waiter-sleeper (sb-concurrency::node-waiter node)))))
-
-(defun unwind-nodes (fiber)
-  "FIBER has waited for one thing."
-  (dolist (node (nodes-of fiber))
+(defun steps::end-use (waiter)
+  (push waiter *ended-waiters*)
+  (setf (sb-concurrency::waiter-served-p waiter) :gone)
+  (dolist (node (nodes-of waiter))
     (setf (sb-concurrency::node-line node) :gone
-          (sb-concurrency::node-value node) :gone
-          (sb-concurrency::waiter-served-p (sb-concurrency::node-waiter node)) :gone)))
+          (sb-concurrency::node-value node) :gone)))
 
-(defun node-problem (&rest fibers)
-  "Has somebody touched what was gone?"
-  (loop for fiber in fibers
-        thereis (loop for node in (nodes-of fiber)
-                      thereis (problem
-                               (not (and (eq :gone (sb-concurrency::node-line node))
-                                         (eq :gone (sb-concurrency::waiter-served-p
-                                                    (sb-concurrency::node-waiter node)))))
-                               "A stack was written to by another."))))
+(defun waiter-problem ()
+  "Has somebody touched what may be another's?"
+  (problem (notevery (lambda (waiter)
+                       (and (eq :gone (sb-concurrency::waiter-served-p waiter))
+                            (loop for node in (nodes-of waiter)
+                                  always (eq :gone (sb-concurrency::node-line node)))))
+                     *ended-waiters*)
+           "A waiter was written to after its use."))
 
 (defun steps::sleep-undisturbed (waiter object deadline)
   (declare (ignore waiter object deadline))
