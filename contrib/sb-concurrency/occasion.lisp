@@ -33,16 +33,15 @@
 ;;; end of the claim might do so with the collector held off, for ever.
 (defstruct (watch (:include line) (:constructor make-watch (object)) (:copier nil))
   (object (missing-arg) :read-only t)
-  #+sb-fiber (lock 0 :type word))
+  (lock 0 :type word))
 (declaim (freeze-type line watch))
 
 (defmacro claiming-under-mutex ((watch node claim) &body body)
   "As CLAIMING-ONESELF, for who holds the mutex that goes with WATCH, which may be NIL if NODE is."
-  #+sb-fiber `(if ,claim
-                  (sb-fiber::with-tiny-lock ((watch-lock (truly-the watch ,watch)))
-                    (claiming-oneself (,node t) ,@body))
-                  (progn ,@body))
-  #-sb-fiber `(claiming-oneself (,node ,claim) ,@body))
+  `(if ,claim
+       (sb-fiber::with-tiny-lock ((watch-lock (truly-the watch ,watch)))
+         (claiming-oneself (,node t) ,@body))
+       (progn ,@body)))
 
 (declaim (inline watch-of))
 (defun watch-of (queue)
@@ -73,9 +72,6 @@
 (defmacro waking-chosen ((queue n) &body body)
   "Execute BODY, which serves those in the line of QUEUE. If the stack is used up the exhaustion is
 signalled first, and then, in the room that there is for that, CONDITION-NOTIFY begins again."
-  (declare (ignorable queue n))
-  #-sb-fiber `(without-interrupts ,@body)
-  #+sb-fiber
   (with-unique-names (room-p)
     `(let ((,room-p nil))
        (unwind-protect (progn (sb-fiber::ensure-waking-room 6144)
@@ -206,83 +202,81 @@ it, and true. It comes before those that wait by RECEIVE-MESSAGE."
 
 ;;;; descriptors
 
-#+sb-fiber
-(progn
-  ;; What a fiber has to wait for
-  (defstruct (watched (:constructor make-watched (ready-p wait)) (:copier nil))
-    ;; () => is it ready?
-    (ready-p (missing-arg) :type function :read-only t)
-    ;; () waits until it is ready, or signals an error.
-    (wait (missing-arg) :type function :read-only t))
+;; What a fiber has to wait for
+(defstruct (watched (:constructor make-watched (ready-p wait)) (:copier nil))
+  ;; () => is it ready?
+  (ready-p (missing-arg) :type function :read-only t)
+  ;; () waits until it is ready, or signals an error.
+  (wait (missing-arg) :type function :read-only t))
 
-  ;; Who waits for it, on behalf of one wait for several things
-  (defstruct (watcher (:constructor make-watcher (promise fiber)) (:copier nil))
-    (promise (missing-arg) :type promise :read-only t)
-    (fiber (missing-arg) :type sb-fiber:fiber :read-only t))
-  (declaim (freeze-type watched watcher))
+;; Who waits for it, on behalf of one wait for several things
+(defstruct (watcher (:constructor make-watcher (promise fiber)) (:copier nil))
+  (promise (missing-arg) :type promise :read-only t)
+  (fiber (missing-arg) :type sb-fiber:fiber :read-only t))
+(declaim (freeze-type watched watcher))
 
-  (defun wait-as-watcher (promise watched)
-    (unwind-protect
-         (handler-case (progn (funcall (watched-wait watched))
-                              (fulfil promise t))
-           (error (condition) (break-promise promise condition)))
-      ;; If it is unwound; else this does nothing.
-      (break-promise promise (make-condition 'sb-thread:join-thread-error
-                                             :thread *current-thread* :problem :abort))))
+(defun wait-as-watcher (promise watched)
+  (unwind-protect
+       (handler-case (progn (funcall (watched-wait watched))
+                            (fulfil promise t))
+         (error (condition) (break-promise promise condition)))
+    ;; If it is unwound; else this does nothing.
+    (break-promise promise (make-condition 'sb-thread:join-thread-error
+                                           :thread *current-thread* :problem :abort))))
 
-  (defun start-watcher (watched)
-    (let* ((promise (make-promise))
-           (fiber (sb-fiber:make-fiber #'wait-as-watcher :arguments (list promise watched)
-                                                         :name "watcher"))
-           (watcher (make-watcher promise fiber)))
-      (without-interrupts               ; a watcher that nobody knows would stay
-        (let ((sb-impl::*deadline* nil))
-          (sb-fiber:submit-fiber (sb-fiber::group-of-scope nil) fiber)))
-      watcher))
+(defun start-watcher (watched)
+  (let* ((promise (make-promise))
+         (fiber (sb-fiber:make-fiber #'wait-as-watcher :arguments (list promise watched)
+                                                       :name "watcher"))
+         (watcher (make-watcher promise fiber)))
+    (without-interrupts               ; a watcher that nobody knows would stay
+      (let ((sb-impl::*deadline* nil))
+        (sb-fiber:submit-fiber (sb-fiber::group-of-scope nil) fiber)))
+    watcher))
 
-  (defun ready-or-wait (watched node claim)
-    (cond (node
-           (let ((watcher (node-value node)))
-             (values (accept (promise-channel (watcher-promise watcher)) node claim) watcher)))
-          ((funcall (watched-ready-p watched)) :done)
-          (t :refused)))
+(defun ready-or-wait (watched node claim)
+  (cond (node
+         (let ((watcher (node-value node)))
+           (values (accept (promise-channel (watcher-promise watcher)) node claim) watcher)))
+        ((funcall (watched-ready-p watched)) :done)
+        (t :refused)))
 
-  (defun end-watcher (watched node)
-    (declare (ignore watched))
-    (let ((watcher (node-value node)))
-      (when watcher                     ; else it could not be started
-        (leave-line (promise-channel (watcher-promise watcher)) node)
-        (sb-fiber:cancel-fiber (watcher-fiber watcher)))))
+(defun end-watcher (watched node)
+  (declare (ignore watched))
+  (let ((watcher (node-value node)))
+    (when watcher                     ; else it could not be started
+      (leave-line (promise-channel (watcher-promise watcher)) node)
+      (sb-fiber:cancel-fiber (watcher-fiber watcher)))))
 
-  (defun what-watcher-saw (watched watcher)
-    "Return NIL if what was WATCHED is ready, or a condition to be signalled."
-    (declare (ignore watched))
-    (when watcher
-      (let ((promise (watcher-promise watcher)))
-        (and (eq (promise-outcome promise) :broken) (promise-result promise)))))
+(defun what-watcher-saw (watched watcher)
+  "Return NIL if what was WATCHED is ready, or a condition to be signalled."
+  (declare (ignore watched))
+  (when watcher
+    (let ((promise (watcher-promise watcher)))
+      (and (eq (promise-outcome promise) :broken) (promise-result promise)))))
 
-  (sb-ext:define-load-time-global **watched**
-    (make-way :likely-p (constantly t) :try #'ready-or-wait :prepare #'start-watcher
-              :leave #'end-watcher :collect #'what-watcher-saw))
+(sb-ext:define-load-time-global **watched**
+  (make-way :likely-p (constantly t) :try #'ready-or-wait :prepare #'start-watcher
+            :leave #'end-watcher :collect #'what-watcher-saw))
 
-  (defun descriptor-operation (fd direction)
-    "Return the operation that waits until the descriptor FD, a non-negative integer, can be read or
+(defun descriptor-operation (fd direction)
+  "Return the operation that waits until the descriptor FD, a non-negative integer, can be read or
 written without waiting, as DIRECTION, :INPUT or :OUTPUT, says, or something is wrong with it, and
 returns true. If it has to wait, a fiber does that: of the group of the one that calls PERFORM, or
 of the default group, which is started if there is none. Signals what SB-SYS:WAIT-UNTIL-FD-USABLE
 signals, as when FD is closed, and what SB-FIBER:SUBMIT-FIBER signals."
-    (check-type fd (unsigned-byte 31))
-    (check-type direction (member :input :output))
-    (wrap (operation-of-leaf
-           (make-occasion
-            (make-watched (lambda ()
-                            (and (sb-unix:unix-simple-poll fd direction 0)
-                                 (/= 0 (sb-fiber::file-identity fd))))
-                          (lambda () (sb-sys:wait-until-fd-usable fd direction)))
-            **watched**))
-          (lambda (problem)
-            (when problem (error problem))
-            t))))
+  (check-type fd (unsigned-byte 31))
+  (check-type direction (member :input :output))
+  (wrap (operation-of-leaf
+         (make-occasion
+          (make-watched (lambda ()
+                          (and (sb-unix:unix-simple-poll fd direction 0)
+                               (/= 0 (sb-fiber::file-identity fd))))
+                        (lambda () (sb-sys:wait-until-fd-usable fd direction)))
+          **watched**))
+        (lambda (problem)
+          (when problem (error problem))
+          t)))
 
 ;;;; ends of threads
 
@@ -292,7 +286,6 @@ signals, as when FD is closed, and what SB-FIBER:SUBMIT-FIBER signals."
   (semaphore (missing-arg) :type semaphore :read-only t))
 (declaim (freeze-type ending))
 
-#+sb-fiber
 (defun watched-fiber (fiber)
   (make-watched (lambda ()
                   ;; To join oneself is an error, which is not to be waited for.
@@ -325,8 +318,7 @@ fiber, another fiber does that, of the group of the one that calls PERFORM, or o
 which is started if there is none; then it signals what SB-FIBER:SUBMIT-FIBER signals, too."
   (check-type thread thread)
   (let ((semaphore (sb-thread::thread-semaphore thread)))
-    (cond #+sb-fiber
-          ((typep thread 'sb-fiber:fiber)
+    (cond ((typep thread 'sb-fiber:fiber)
            (wrap (operation-of-leaf (make-occasion (watched-fiber thread) **watched**))
                  (lambda (problem)
                    (declare (ignore problem))

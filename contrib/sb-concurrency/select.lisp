@@ -10,11 +10,13 @@
 (in-package :sb-concurrency)
 
 (defparameter *makers*
-  '((receive make-receipt) (send make-sending) (:timeout pause-operation)
-    (wait-on-semaphore semaphore-operation) (receive-message mailbox-operation)
-    (wait-on-gate gate-operation) (join-thread join-operation) (await promise-operation)
-    #+sb-fiber (sb-fiber:fiber-join join-operation)
-    #+sb-fiber (sb-sys:wait-until-fd-usable descriptor-operation))
+  '((receive make-receipt) (send make-sending) (:timeout pause-operation) (await promise-operation)
+    . #-sb-fiber ()
+      #+sb-fiber
+      ((wait-on-semaphore semaphore-operation) (receive-message mailbox-operation)
+       (wait-on-gate gate-operation) (join-thread join-operation)
+       (sb-fiber:fiber-join join-operation)
+       (sb-sys:wait-until-fd-usable descriptor-operation)))
   "What waits, and what makes the operation that waits for the same, or the leaf of that.")
 
 (defun select-operation-form (head)
@@ -50,17 +52,20 @@ return their values. Each of CLAUSES is
 
 where OPERATION is one of
 
-  (RECEIVE channel)               which gives the values of RECEIVE
-  (SEND channel value)            which gives true
-  (WAIT-ON-SEMAPHORE semaphore)   which takes one permit, and gives true
-  (RECEIVE-MESSAGE mailbox)       which gives the message and true
-  (WAIT-ON-GATE gate)             which gives true
-  (JOIN-THREAD thread)            which gives the values of the thread or fiber
-  (AWAIT promise)                 which gives the values of the promise
+  (RECEIVE channel)     which gives the values of RECEIVE
+  (SEND channel value)  which gives true
+  (AWAIT promise)       which gives the values of the promise
+  (:TIMEOUT seconds)    which can be done after SECONDS, and gives NIL
+  any other form        whose value is an operation, see PERFORM
+
+or, in builds with fibers, one of
+
+  (WAIT-ON-SEMAPHORE semaphore)  which takes one permit, and gives true
+  (RECEIVE-MESSAGE mailbox)      which gives the message and true
+  (WAIT-ON-GATE gate)            which gives true
+  (JOIN-THREAD thread)           which gives the values of the thread or fiber
   (SB-SYS:WAIT-UNTIL-FD-USABLE descriptor direction)
-                                  which gives true; only with fibers
-  (:TIMEOUT seconds)              which can be done after SECONDS, and gives NIL
-  any other form                  whose value is an operation, see PERFORM
+                                 which gives true
 
 The VARIABLEs are bound to the values that it gives while the FORMs are executed. Forms in
 OPERATIONs are evaluated first, in order. If several things can be done, any of them is. One of

@@ -209,14 +209,20 @@ is executed while nobody can choose it, and then it is withdrawn if the outcome 
 (declaim (inline take-reserve))
 (defun take-reserve ()
   "A waiter that the carrier has in reserve, or NIL."
+  #-sb-fiber nil
   #+sb-fiber
-  (let ((carrier sb-fiber::*carrier*))
-    (when carrier
-      (let ((waiter (sb-fiber::carrier-waiters (truly-the sb-fiber::carrier carrier))))
-        (when waiter
-          (setf (sb-fiber::carrier-waiters (truly-the sb-fiber::carrier carrier))
-                (waiter-next (truly-the waiter waiter)))
-          waiter)))))
+  (let* ((carrier (truly-the sb-fiber::carrier sb-fiber::*carrier*))
+         (waiter (sb-fiber::carrier-waiters carrier)))
+    (when waiter
+      (setf (sb-fiber::carrier-waiters carrier) (waiter-next (truly-the waiter waiter)))
+      waiter)))
+
+;;; Where it cannot park its user may allocate in an arena.
+(declaim (inline fiber-sleeps-p))
+(defun fiber-sleeps-p (sleeper)
+  (declare (ignorable sleeper))
+  #-sb-fiber nil
+  #+sb-fiber (sb-fiber::fiber-p sleeper))
 
 (defun ensure-nodes (waiter n)
   "Let WAITER have N nodes, at least."
@@ -237,8 +243,9 @@ is executed while nobody can choose it, and then it is withdrawn if the outcome 
 
 (defun own-waiter (n)
   "A waiter for what is running, with N nodes at least. With interrupts off."
-  (let ((sleeper (own-sleeper))
-        (waiter (truly-the waiter (or (take-reserve) (make-waiter)))))
+  (let* ((sleeper (own-sleeper))
+         (waiter (truly-the waiter (or (and (fiber-sleeps-p sleeper) (take-reserve))
+                                       (make-waiter)))))
     (setf (waiter-state waiter) +waiting+
           (waiter-sleeper waiter) sleeper
           (waiter-served-p waiter) nil
@@ -246,24 +253,31 @@ is executed while nobody can choose it, and then it is withdrawn if the outcome 
     (ensure-nodes waiter n)
     waiter))
 
-(defconstant +most-in-reserve+ 64)
+(defconstant +most-in-reserve+ 64)      ; waiters of a carrier
+(defconstant +few-nodes+ 8)
+
+(defun clear-nodes (waiter)
+  "Let the nodes of WAITER have no values. Return false if they are too many for the reserve."
+  (let ((n 0))
+    (declare (fixnum n))
+    (do ((node (waiter-nodes waiter) (node-sibling (truly-the node node))))
+        ((null node) t)
+      (when (> (incf n) +few-nodes+) (return nil))
+      (setf (node-value (truly-the node node)) nil))))
 
 (defun end-use (waiter)
   "Nobody knows WAITER any more: it may be used again. With interrupts off."
   #-sb-fiber (declare (ignore waiter))
   #+sb-fiber
-  (let ((carrier sb-fiber::*carrier*))
-    (when carrier
-      (let* ((reserve (sb-fiber::carrier-waiters (truly-the sb-fiber::carrier carrier)))
-             (depth (if reserve (waiter-depth (truly-the waiter reserve)) 0)))
-        (when (< depth +most-in-reserve+)
-          (do ((node (waiter-nodes waiter) (node-sibling (truly-the node node))))
-              ((null node))
-            (setf (node-value (truly-the node node)) nil))
-          (setf (waiter-sleeper waiter) nil
-                (waiter-next waiter) reserve
-                (waiter-depth waiter) (1+ depth)
-                (sb-fiber::carrier-waiters (truly-the sb-fiber::carrier carrier)) waiter))))))
+  (when (fiber-sleeps-p (waiter-sleeper waiter))
+    (let* ((carrier (truly-the sb-fiber::carrier sb-fiber::*carrier*))
+           (reserve (sb-fiber::carrier-waiters carrier))
+           (depth (if reserve (waiter-depth (truly-the waiter reserve)) 0)))
+      (when (and (< depth +most-in-reserve+) (clear-nodes waiter))
+        (setf (waiter-sleeper waiter) nil
+              (waiter-next waiter) reserve
+              (waiter-depth waiter) (1+ depth)
+              (sb-fiber::carrier-waiters carrier) waiter)))))
 
 (defun wake-sleeper (sleeper)
   (if (typep sleeper 'semaphore)

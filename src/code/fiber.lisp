@@ -103,8 +103,9 @@
 ;;;; then look" there is a full barrier between the two steps, so that one side sees the other: no
 ;;;; wake-up is lost, and no carrier wakes by time only to look. One searcher is enough, since it
 ;;;; wakes another when it finds something and more is left. A fiber that is alone in a queue, where
-;;;; another fiber has put it, is not stolen before a searcher has seen it there twice: most likely
-;;;; that other is about to park. A searcher that leaves it there does not sleep.
+;;;; another fiber has put it, is not stolen before the same searcher has seen it there twice: most
+;;;; likely that other is about to park. A searcher that leaves it there does not sleep; if it finds
+;;;; something else it wakes another.
 ;;;;
 ;;;; Interrupting. A thread that wants a fiber to call a function queues the function in the fiber,
 ;;;; and then looks whether the fiber is mounted. If so, it sends a signal to the carrier, whose

@@ -89,12 +89,13 @@
 
 ;;;; what is stolen
 
-(defun two-schedulers ()
+(defun schedulers (n)
+  "A list of N schedulers of a group that does not run."
   (let* ((group (sb-fiber::%make-fiber-group nil))
-         (schedulers (loop for i below 2
+         (schedulers (loop for i below n
                            collect (sb-fiber::%make-scheduler group (sb-fiber::%make-poller i)))))
     (setf (sb-fiber::fiber-group-schedulers group) (coerce schedulers 'simple-vector))
-    (values-list schedulers)))
+    schedulers))
 
 (defun queue-in (scheduler fiber &key handed)
   "Queue FIBER, HANDED over by another fiber or not."
@@ -106,9 +107,9 @@
 
 ;;; Prevents: two fibers that talk to each other, and are taken apart each time.
 (test who-was-woken-is-left-alone-for-a-moment
-  (multiple-value-bind (victim thief) (two-schedulers)
-    (let ((a (make-fiber #'identity)) (b (make-fiber #'identity)) (lone (list nil)))
-      (flet ((steal () (sb-fiber::steal-work thief lone)))
+  (destructuring-bind (victim thief) (schedulers 2)
+    (let ((a (make-fiber #'identity)) (b (make-fiber #'identity)))
+      (flet ((steal () (sb-fiber::steal-work thief)))
         (queue-in victim a :handed t)
         (is (null (steal)))
         (is (eq a (steal)))
@@ -124,14 +125,26 @@
         (is (eq a (steal)) "Nobody has handed it over.")
         (is (null (steal)))))))
 
+;;; Prevents: two such fibers, each of which makes the thief forget the other.
+(test each-of-several-is-stolen
+  (destructuring-bind (thief &rest victims) (schedulers 4)
+    (let ((fibers (loop for victim in victims
+                        collect (let ((fiber (make-fiber #'identity)))
+                                  (queue-in victim fiber :handed t)
+                                  fiber))))
+      (is (null (sb-fiber::steal-work thief)))
+      (is (null (set-exclusive-or fibers (loop repeat 3 collect (sb-fiber::steal-work thief))))))))
+
 ;;; Nor must it wait for the one that woke it.
 (test who-was-woken-is-stolen-after-that
-  (on-carriers (n :counts '(2 16))
+  (on-carriers (n :counts '(4 16))
     (with-group (group n)
-      (dotimes (i 20)
-        (let* ((done nil)
-               (parked (wait-until-parked (spawn (group) (fiber-park) (setf done t)))))
-          (is (eq t (join (spawn (group)
-                            (fiber-unpark parked)
-                            (loop until done)
-                            t)))))))))
+      (flet ((waker ()
+               (let* ((done nil)
+                      (parked (wait-until-parked (spawn (group) (fiber-park) (setf done t)))))
+                 (spawn (group)
+                   (fiber-unpark parked)
+                   (loop until done)
+                   t))))
+        (dotimes (i 20)
+          (is (all-true-p (join-all (list (waker) (waker))))))))))

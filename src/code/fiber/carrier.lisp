@@ -86,7 +86,8 @@
         *carrier* carrier))
 
 (defun end-carrier ()
-  (setf *carrier* nil)
+  (setf (carrier-waiters (truly-the carrier *carrier*)) nil
+        *carrier* nil)
   (free-cached-stacks)
   (%carrier-end))
 

@@ -75,28 +75,32 @@ and return that, or NIL if there is none."
     fiber))
 
 ;;; A fiber that is alone in a queue, woken by another, is left there for a moment: that other is
-;;; about to park, most likely, and what both use is in that processor's caches.
-(defun steal-work (scheduler lone)
-  "Steal something for SCHEDULER, and return a fiber to run, or NIL. LONE, a cons of a scheduler and
-a number, is which fiber was alone in a queue before, and is to be so again after this."
-  (declare (cons lone))
+;;; about to park, most likely, and what both use is in that processor's caches. It is stolen if it
+;;; is there still when this scheduler looks the next time, in this search or in a later one.
+(defun left-alone-p (scheduler victim place)
+  "True if the first fiber in the queue of VICTIM, at PLACE of its group, is to stay there this time."
+  (let* ((queue (scheduler-queue victim))
+         (head (run-queue-head queue))
+         (seen (scheduler-seen scheduler)))
+    (and (= (run-queue-length queue) 1)
+         (= (run-queue-tail queue) (scheduler-handed victim))
+         (/= head (aref seen place))
+         (setf (aref seen place) head
+               (scheduler-left-alone-p scheduler) t))))
+
+(defun steal-work (scheduler)
   (let* ((all (fiber-group-schedulers (truly-the fiber-group (scheduler-group scheduler))))
          (n (length all))
          (start (poller-index (scheduler-poller scheduler))))
     (dotimes (i n)
-      (let ((victim (truly-the scheduler (svref all (rem (+ start i 1) n)))))
-        (unless (eq victim scheduler)
-          (let* ((queue (scheduler-queue victim))
-                 (head (run-queue-head queue))
-                 (length (run-queue-length queue)))
-            (cond ((<= length 0))
-                  ((or (> length 1)
-                       (/= (run-queue-tail queue) (scheduler-handed victim))
-                       (and (eq victim (car lone)) (eq head (cdr lone))))
-                   (let ((fiber (steal-from victim scheduler)))
-                     (when fiber (return fiber))))
-                  (t (setf (car lone) victim
-                           (cdr lone) head)))))))))
+      (let* ((place (rem (+ start i 1) n))
+             (victim (truly-the scheduler (svref all place))))
+        (unless (or (eq victim scheduler) (left-alone-p scheduler victim place))
+          (let ((fiber (run-queue-steal (scheduler-queue victim) (scheduler-queue scheduler))))
+            (when fiber
+              (setf (scheduler-steals scheduler)
+                    (truly-the fixnum (1+ (scheduler-steals scheduler))))
+              (return fiber))))))))
 
 (defun look-around (scheduler)
   "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or
@@ -124,15 +128,19 @@ would take processors from carriers that work."
 (defun search-elsewhere (scheduler group)
   "Steal for SCHEDULER, which has nothing to do. While one searches no other needs to be woken."
   (atomic-incf (fiber-group-searching group))
-  (let* ((lone (list nil))
-         (fiber (loop repeat 4
-                      do (let ((fiber (or (steal-work scheduler lone) (look-around scheduler))))
-                           (when fiber (return fiber)))
-                         (loop repeat 50 do (spin-loop-hint)))))
-    (declare (dynamic-extent lone))
+  (let ((fiber (loop repeat 4
+                     do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))
+                          (when fiber (return fiber)))
+                        (loop repeat 50 do (spin-loop-hint)))))
     (atomic-decf (fiber-group-searching group))
     (when fiber (call-for-help group))
     fiber))
+
+;;; Nobody was woken for the fiber that it has left alone: it was searching.
+(defun pass-search-on (scheduler)
+  "Called when SCHEDULER is going to do something else than to search on."
+  (when (shiftf (scheduler-left-alone-p scheduler) nil)
+    (call-for-help (truly-the fiber-group (scheduler-group scheduler)))))
 
 (defun search-for-work (scheduler)
   "Return a fiber for SCHEDULER to run, or NIL."
@@ -140,7 +148,9 @@ would take processors from carriers that work."
          (found (look-around scheduler)))
     (cond (found
            ;; Other carriers may have looked while what is queued now was between two queues.
-           (when (> (run-queue-length (scheduler-queue scheduler)) 0) (call-for-help group))
+           (if (> (run-queue-length (scheduler-queue scheduler)) 0)
+               (call-for-help group)
+               (pass-search-on scheduler))
            found)
           ((enough-search-p group) nil)
           (t (search-elsewhere scheduler group)))))
@@ -196,4 +206,5 @@ would take processors from carriers that work."
                      (if (something-to-do-p carrier scheduler) 0 (time-to-sleep scheduler)))
     (leave-idle group bit)              ; a full barrier, see DOZE
     (setf (poller-sleep poller) 0)
+    (when (or (carrier-inbox carrier) (handlers-wait-p)) (pass-search-on scheduler))
     (unless (= (fiber-group-monitor-asleep group) 0) (wake-monitor-if-asleep group))))
