@@ -125,13 +125,18 @@ would take processors from carriers that work."
   (> (* 2 (1+ (fiber-group-searching group)))
      (- (length (fiber-group-schedulers group)) (logcount (fiber-group-idle group)))))
 
+;;; Where others' queues are looked at too often, these have to fetch them back each time.
+(defun pause-search (scheduler)
+  (loop repeat (if (scheduler-left-alone-p scheduler) 250 50)
+        do (spin-loop-hint)))
+
 (defun search-elsewhere (scheduler group)
   "Steal for SCHEDULER, which has nothing to do. While one searches no other needs to be woken."
   (atomic-incf (fiber-group-searching group))
   (let ((fiber (loop repeat 4
                      do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))
                           (when fiber (return fiber)))
-                        (loop repeat 50 do (spin-loop-hint)))))
+                        (pause-search scheduler))))
     (atomic-decf (fiber-group-searching group))
     (when fiber (call-for-help group))
     fiber))
