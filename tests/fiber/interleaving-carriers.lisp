@@ -130,7 +130,7 @@
              "Nobody serves the scheduler.")))
 
 (defmacro with-two-places (&body body)
-  `(with-changes (("SEARCH-ELSEWHERE" "4" "1" "50" "1")
+  `(with-changes (("SEARCH-ELSEWHERE" "4" "1")
                   ("UNLIST-SPARE" "(length spares)" "2")
                   ("PUT-IN-PLACE" "(length places)" "2")
                   ("TAKE-FROM-PLACE" "(length places)" "2"))

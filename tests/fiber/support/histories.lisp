@@ -31,7 +31,7 @@
 
 (defmacro with-short-searches (&body body)
   "A search that finds nothing is not repeated, and looks at two places at most."
-  `(with-changes (("SEARCH-ELSEWHERE" "4" "1" "50" "1")
+  `(with-changes (("SEARCH-ELSEWHERE" "4" "1")
                   ("UNLIST-SPARE" "(length spares)" "1")
                   ("PUT-IN-PLACE" "(length places)" "1")
                   ("TAKE-FROM-PLACE" "(length places)" "1"))
