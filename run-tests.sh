@@ -16,9 +16,9 @@
 #   upstream       SBCL's own regression tests, each of its files counted as one
 #                  (to run one of them:
 #                  cd build/sbcl/tests && sh run-tests.sh FILE).
-# Without a name, all but long are run, and those about locks, waits, descriptors
-# and time also as NAME-moving.  The last line says how many checks passed and how many
-# failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT seconds (300; 1800 for long),
+# Without a name, all but long are run, and those about locks, waits, descriptors,
+# time, channels and scopes also as NAME-moving.  The last line says how many checks passed and
+# how many failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT seconds (300; 1800 for long),
 # counts as one that failed.  Logs are left in build/tests/.
 
 set -eu
@@ -33,7 +33,7 @@ if [ $# = 0 ]; then
         case $name in package | run | long) ;; *) set -- "$@" "$name" ;; esac
     done
     for name in locks mutex concurrency waits deadlock disturbances io select closing socket sleep \
-                yield; do
+                yield occasion scope; do
         set -- "$@" "$name-moving"
     done
     set -- "$@" in-fibers plain upstream
