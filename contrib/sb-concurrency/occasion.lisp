@@ -202,14 +202,14 @@ it, and true. It comes before those that wait by RECEIVE-MESSAGE."
 
 ;;;; descriptors
 
-;; What a fiber has to wait for
+;;; What a fiber has to wait for
 (defstruct (watched (:constructor make-watched (ready-p wait)) (:copier nil))
   ;; () => is it ready?
   (ready-p (missing-arg) :type function :read-only t)
   ;; () waits until it is ready, or signals an error.
   (wait (missing-arg) :type function :read-only t))
 
-;; Who waits for it, on behalf of one wait for several things
+;;; Who waits for it, on behalf of one wait for several things
 (defstruct (watcher (:constructor make-watcher (promise fiber)) (:copier nil))
   (promise (missing-arg) :type promise :read-only t)
   (fiber (missing-arg) :type sb-fiber:fiber :read-only t))
@@ -229,7 +229,7 @@ it, and true. It comes before those that wait by RECEIVE-MESSAGE."
          (fiber (sb-fiber:make-fiber #'wait-as-watcher :arguments (list promise watched)
                                                        :name "watcher"))
          (watcher (make-watcher promise fiber)))
-    (without-interrupts               ; a watcher that nobody knows would stay
+    (without-interrupts ; a watcher that nobody knows would stay
       (let ((sb-impl::*deadline* nil))
         (sb-fiber:submit-fiber (sb-fiber::group-of-scope nil) fiber)))
     watcher))

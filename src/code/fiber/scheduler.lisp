@@ -39,8 +39,8 @@
   (next-reading 1 :type fixnum)
   ;; The TAIL of its queue when a fiber last woke another.
   (handed 0 :type (and unsigned-byte fixnum))
-  ;; The HEADs of the queues of others where it has left a fiber alone; whether it has since it last
-  ;; did something else than to search.
+  ;; The HEADs of the queues of others where it has left a fiber alone; whether it has in its last
+  ;; search, and nobody has been called for that fiber.
   (seen (make-array max-pollers :element-type 'fixnum :initial-element -1)
    :type (simple-array fixnum (#.max-pollers)) :read-only t)
   (left-alone-p nil :type boolean)

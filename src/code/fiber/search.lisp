@@ -68,12 +68,6 @@ and return that, or NIL if there is none."
         (run-queue-put queue fiber)))
     first))
 
-(defun steal-from (victim scheduler)
-  (let ((fiber (run-queue-steal (scheduler-queue victim) (scheduler-queue scheduler))))
-    (when fiber
-      (setf (scheduler-steals scheduler) (truly-the fixnum (1+ (scheduler-steals scheduler)))))
-    fiber))
-
 ;;; A fiber that is alone in a queue, woken by another, is left there for a moment: that other is
 ;;; about to park, most likely, and what both use is in that processor's caches. It is stolen if it
 ;;; is there still when this scheduler looks the next time, in this search or in a later one.
@@ -133,6 +127,7 @@ would take processors from carriers that work."
 (defun search-elsewhere (scheduler group)
   "Steal for SCHEDULER, which has nothing to do. While one searches no other needs to be woken."
   (atomic-incf (fiber-group-searching group))
+  (setf (scheduler-left-alone-p scheduler) nil)
   (let ((fiber (loop repeat 4
                      do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))
                           (when fiber (return fiber)))
