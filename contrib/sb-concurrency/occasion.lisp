@@ -215,24 +215,16 @@ it, and true. It comes before those that wait by RECEIVE-MESSAGE."
   (fiber (missing-arg) :type sb-fiber:fiber :read-only t))
 (declaim (freeze-type watched watcher))
 
-(defun wait-as-watcher (promise watched)
-  (unwind-protect
-       (handler-case (progn (funcall (watched-wait watched))
-                            (fulfil promise t))
-         (error (condition) (break-promise promise condition)))
-    ;; If it is unwound; else this does nothing.
-    (break-promise promise (make-condition 'sb-thread:join-thread-error
-                                           :thread *current-thread* :problem :abort))))
-
 (defun start-watcher (watched)
-  (let* ((promise (make-promise))
-         (fiber (sb-fiber:make-fiber #'wait-as-watcher :arguments (list promise watched)
-                                                       :name "watcher"))
-         (watcher (make-watcher promise fiber)))
+  (let ((promise (make-promise)))
     (without-interrupts ; a watcher that nobody knows would stay
       (let ((sb-impl::*deadline* nil))
-        (sb-fiber:submit-fiber (sb-fiber::group-of-scope nil) fiber)))
-    watcher))
+        (make-watcher promise
+                      (submit-for promise (sb-fiber::group-of-scope nil)
+                                  (lambda ()
+                                    (funcall (watched-wait watched))
+                                    t)
+                                  :name "watcher"))))))
 
 (defun ready-or-wait (watched node claim)
   (cond (node

@@ -288,6 +288,8 @@ as TRY-BRANCHES; or NIL and :CHOSEN."
             (leave-lines branches waiter)
             (undo-choice branches waiter))))))
 
+;;; Inline for the same reason as in channel.lisp.
+(declaim (inline wait-in-lines wait-for-branch))
 (defun wait-in-lines (operation branches waiter timeout)
   "Wait until WAITER is chosen in the lines of BRANCHES. Return as WAIT-FOR-BRANCH."
   (flet ((chosen ()

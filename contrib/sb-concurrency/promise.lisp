@@ -80,20 +80,33 @@ broken, and SB-SYS:DEADLINE-TIMEOUT."
   (perform (promise-operation promise) :timeout timeout))
 
 #+sb-fiber
+(defun end-by (promise function thread)
+  "Fulfil PROMISE with the values of FUNCTION, or break it with the error that it signals; if it is
+unwound, with what tells that THREAD was aborted. With interrupts off."
+  (unwind-protect
+       (handler-case (multiple-value-call #'fulfil promise (with-interrupts (funcall function)))
+         (error (condition) (break-promise promise condition)))
+    ;; If it is unwound; else this does nothing.
+    (break-promise promise (make-condition 'sb-thread:join-thread-error
+                                           :thread thread :problem :abort))))
+
+#+sb-fiber
+(defun submit-for (promise group function &key name thread)
+  "Let a fiber of GROUP, which is returned, do END-BY. THREAD may be NIL for that fiber."
+  (sb-fiber::submit-deaf
+   group
+   (sb-fiber:make-fiber (lambda () (end-by promise function (or thread *current-thread*)))
+                        :name name)))
+
+#+sb-fiber
 (defun fiber-promise (fiber)
   "Return a promise that is fulfilled with the values of FIBER, which was submitted, when that has
 ended, or broken with what SB-FIBER:FIBER-JOIN signals: so SELECT can wait for the end of fibers.
 Another fiber of the same group waits for it. Signals what SB-FIBER:SUBMIT-FIBER signals."
   (let ((promise (make-promise :name (sb-fiber:fiber-name fiber)))
         (group (sb-fiber:fiber-group fiber)))
-    (flet ((watch ()
-             (unwind-protect
-                  (handler-case (multiple-value-call #'fulfil promise (sb-fiber:fiber-join fiber))
-                    (sb-thread:join-thread-error (condition) (break-promise promise condition)))
-               ;; If it is unwound, or has been done: then this does nothing.
-               (break-promise promise (make-condition 'sb-thread:join-thread-error
-                                                      :thread fiber :problem :abort)))))
+    (flet ((join () (sb-fiber:fiber-join fiber)))
       (if group
-          (sb-fiber:submit-fiber group (sb-fiber:make-fiber #'watch))
-          (watch))
+          (submit-for promise group #'join :thread fiber)
+          (end-by promise #'join fiber))
       promise)))

@@ -323,6 +323,7 @@ is executed while nobody can choose it, and then it is withdrawn if the outcome 
       (return t))))
 
 ;;; Nearly all waits are such, and so cost no frames that care for others.
+(declaim (inline sleep-undisturbed))
 (defun sleep-undisturbed (waiter object timeout)
   "Sleep until WAITER, which waits for OBJECT, is chosen, and return true; or NIL if it is no fiber,
 may have to end sooner, or is interrupted. With interrupts off."

@@ -74,15 +74,15 @@
 ;;;; The phases of a fiber, in its slot PHASE, moved by compare-and-swap:
 ;;;;
 ;;;;   move                  by
-;;;;   new      -> parking   the thread that submits or terminates it   (no other does so now)
-;;;;   parking  -> active    the thread that submits it                 (and queues it)
-;;;;   parking  -> new       the same, if there is no stack or the group is finished
-;;;;   active   -> parking   the fiber, about to leave                  (no permit there)
-;;;;   parking  -> parked    its successor on the carrier               (no permit there)
-;;;;   parking  -> active    its successor, finding a permit  (and queues it, takes the permit)
+;;;;   new      -> claimed   the thread that submits or terminates it   (no other does so now)
+;;;;   claimed  -> active    the thread that submits it                 (and queues it)
+;;;;   claimed  -> new       the same, if there is no stack or the group is finished
+;;;;   claimed  -> dead      the thread that terminates it while it is new
+;;;;   active   -> parked    the successor on its carrier of a fiber that leaves to park
+;;;;                         (no permit there; if there is one the successor takes it and queues
+;;;;                         the fiber)
 ;;;;   parked   -> active    the thread that unparks it                 (and queues it)
 ;;;;   active   -> dead      the fiber, at its end
-;;;;   parking  -> dead      the thread that terminates it while it is new
 ;;;;
 ;;;; The *permit* is a bit beside the phase. UNPARK sets it unless the fiber is parked, or has
 ;;;; not begun; PARK consumes it instead of parking. So an unpark that comes before the park is
@@ -104,8 +104,12 @@
 ;;;; wake-up is lost, and no carrier wakes by time only to look. One searcher is enough, since it
 ;;;; wakes another when it finds something and more is left. A fiber that is alone in a queue, where
 ;;;; another fiber has put it, is not stolen before the same searcher has seen it there twice: most
-;;;; likely that other is about to park. A searcher that leaves it there does not sleep; if it finds
-;;;; something else it wakes another.
+;;;; likely that other is about to park. A searcher that has left such fibers alone, and does not
+;;;; find the same again, *naps*: it sleeps for no longer than +NAP+, and looks again. Only one
+;;;; does so at a time, and while it does nobody is woken for another fiber of that kind: two that
+;;;; talk to each other would wake a carrier with each word. So a fiber whose waker does not
+;;;; park waits for others at most as long as a nap. If the one that naps finds something else
+;;;; to do it wakes another.
 ;;;;
 ;;;; Interrupting. A thread that wants a fiber to call a function queues the function in the fiber,
 ;;;; and then looks whether the fiber is mounted. If so, it sends a signal to the carrier, whose
@@ -159,7 +163,7 @@
 
 (defconstant +new+ 0)
 (defconstant +active+ 1)
-(defconstant +parking+ 2)
+(defconstant +claimed+ 2)
 (defconstant +parked+ 3)
 (defconstant +dead+ 4)
 (defconstant +permit+ 8)
@@ -296,13 +300,29 @@ run last, and return it, or NIL."
       (let ((scheduler (carrier-scheduler (truly-the carrier carrier))))
         (when (and scheduler (eq (scheduler-group scheduler) group)) scheduler)))))
 
-(declaim (inline queue-here))
+(declaim (inline queue-here handed-alone-p call-for-thief))
 (defun queue-here (scheduler fiber)
   "Queue FIBER in SCHEDULER, which this thread serves. Return false if its queue is full."
   (let ((queue (scheduler-queue scheduler)))
-    (when (run-queue-put queue fiber)
-      (when (in-fiber-p) (setf (scheduler-handed scheduler) (run-queue-tail queue)))
-      t)))
+    ;; First, else a thief takes it for one that was not handed over.
+    (when (in-fiber-p)
+      (setf (scheduler-handed scheduler) (truly-the fixnum (1+ (run-queue-tail queue))))
+      (barrier (:write)))
+    (run-queue-put queue fiber)))
+
+(defun handed-alone-p (scheduler)
+  "True if there is one fiber in the queue of SCHEDULER, and another fiber has put it there."
+  (let ((queue (scheduler-queue scheduler)))
+    (and (= (run-queue-length queue) 1)
+         (= (run-queue-tail queue) (scheduler-handed scheduler)))))
+
+(defun call-for-thief (group scheduler)
+  ;; As for CALL-FOR-HELP; SCHEDULER is where the caller has queued it.
+  (declare (fiber-group group))
+  (when (and (/= (fiber-group-idle group) 0)
+             (= (fiber-group-searching group) 0)
+             (not (and (= (fiber-group-napping group) 1) (handed-alone-p scheduler))))
+    (wake-one-idle group)))
 
 (defun make-runnable (fiber)
   "Queue FIBER, which is ACTIVE, in no queue, and has left its stack. With interrupts off."
@@ -313,13 +333,15 @@ run last, and return it, or NIL."
         (let ((home (truly-the carrier home)))
           (push-chain (carrier-inbox home) fiber)
           (wake-carrier home))
-        (cond ((with-own-scheduler
-                 (let ((mine (my-scheduler group)))
-                   (and mine (not *force-migration*)
-                        (queue-here mine fiber))))
-               (barrier (:memory))
-               (call-for-help group))
-              (t (inject group fiber))))))
+        (let ((mine (with-own-scheduler
+                      (let ((mine (my-scheduler group)))
+                        (and mine (not *force-migration*)
+                             (queue-here mine fiber)
+                             mine)))))
+          (cond (mine
+                 (barrier (:memory))
+                 (call-for-thief group (truly-the scheduler mine)))
+                (t (inject group fiber)))))))
 
 ;;;; parking and unparking
 
@@ -354,7 +376,7 @@ run last, and return it, or NIL."
         (make-runnable fiber))))
 
 (defun finish-parking (fiber)
-  (unless (phase-becomes-p fiber +parking+ +parked+)
+  (unless (phase-becomes-p fiber +active+ +parked+)
     (setf (fiber-phase fiber) +active+) ; nothing else moves a phase that has a permit
     (make-runnable fiber)))
 
@@ -457,7 +479,8 @@ owner."
         (and *force-migration*
              (take-migrant (truly-the fiber-group (scheduler-group scheduler)))))))
 
-(declaim (ftype (sfunction (symbol) null) leave))
+;;; Inline, as the processor does not predict where a function returns to that has left the stack.
+(declaim (inline leave))
 (defun leave (action)
   "Leave the running fiber, for the next runnable one or else for the carrier. ACTION says
 what is to become of the fiber: :YIELD, :PARK or :END. With interrupts off. Returns when
@@ -500,7 +523,7 @@ again. REASON is what the fiber waits for, to be shown to users. With interrupts
     (setf (fiber-wait-reason fiber) reason)
     (prepare-zone fiber)
     (when deadline (enter-deadline fiber deadline))
-    (cond ((phase-becomes-p fiber +active+ +parking+) (leave :park))
+    (cond ((= (fiber-phase fiber) +active+) (leave :park))
           ((take-permit fiber))
           (t (scheduler-bug "fiber scheduler code parks the fiber that is leaving")))
     (when deadline (heap-remove fiber))

@@ -8,7 +8,7 @@
 ;;;; more information.
 
 (defpackage "SB-FIBER-BENCH"
-  (:use "COMMON-LISP" "SB-FIBER" "SB-THREAD"))
+  (:use "COMMON-LISP" #+sb-fiber "SB-FIBER" "SB-THREAD"))
 
 (in-package "SB-FIBER-BENCH")
 

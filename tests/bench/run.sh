@@ -18,6 +18,18 @@
 #   mutex-free N          WITH-MUTEX N times with a mutex that nobody else wants,
 #                         in a fiber, in a thread, and in the Lisp that PLAIN
 #                         starts: ns for each, and ratios
+#   pipe W N [KIND]       W fibers, or threads if KIND says that, are each asked N times by
+#                         another one, over two pipes: s for all, us for each
+#   rpc C [SECONDS [KIND]]
+#                         C fibers, or threads, ask others over loopback TCP, an octet at a
+#                         time, for 3 seconds by default: round trips a second
+#   fairness C [SECONDS]  the same for 10 seconds: Jain's index of how often each did, and
+#                         how long they waited
+#   wake N                a thread that runs no fibers wakes a fiber, which wakes the
+#                         thread, N times: ns for each
+#   timers N              N fibers sleep for random times of up to 10 seconds: how much too
+#                         late they woke; and with N in a heap of deadlines, ns for
+#                         putting one in and taking it out
 #   idle N                N fibers park, are woken and end: growth of the
 #                         resident set and of the page tables for each, ms
 #                         until all have parked, and from waking to the end
@@ -40,7 +52,7 @@
 #
 # environment:
 #   P      how many carriers: by default 1, and a carrier for each processor
-#          with http
+#          with http, pipe, rpc, fairness and wake
 #   SBCL   another Lisp to run
 #   BODY   with http, how many octets a reply has, instead of hello world
 #   PLAIN  for mutex-free, the command of an SBCL without fibers, say
@@ -52,6 +64,8 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 
 case ${1-} in
     switch | create | scope | mutex | condvar | channel | select) file=fibers.lisp P=${P:-1} ;;
+    pipe | rpc | fairness | wake) file=io.lisp P=${P:-$(nproc)} ;;
+    timers) file=timers.lisp P=${P:-1} ;;
     idle | gcpause | burst) file=memory.lisp P=${P:-1} ;;
     mutex-free) file=mutex-free.lisp P=1 ;;
     httpidle) file=httpidle.lisp P=${P:-1} ;;

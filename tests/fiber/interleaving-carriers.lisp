@@ -161,6 +161,50 @@
                       (steps::inject group fiber))))
     (problem (not (eq ran-on second)) "The fiber was run on ~S." ran-on)))
 
+;;; Two fibers have talked to each other on one carrier; then the one computes until the other, which
+;;; it has woken, has run. The other carrier has left them alone, and naps.
+(defun queue-as-waker (carrier fiber)
+  (let* ((scheduler (steps::carrier-scheduler carrier))
+         (queue (sb-fiber::scheduler-queue scheduler)))
+    (setf (steps::scheduler-handed scheduler) (1+ (steps::run-queue-tail queue)))
+    (steps::queue-fiber fiber)))
+
+(defparameter *compute-after-a-talk*
+  (history ((group (make-test-group 2))
+            (first (make-test-carrier group 0))
+            (second (make-test-carrier group 1)))
+      (("first" (let ((*running* first))
+                  (destructuring-bind (waits writes) (make-dependent-fibers group)
+                    (queue-as-waker first (make-runnable-fiber group (constantly nil)))
+                    (steps::run-queue-take
+                     (sb-fiber::scheduler-queue (steps::carrier-scheduler first)))
+                    (queue-as-waker first writes)
+                    (funcall (sb-fiber::fiber-function waits)))))
+       ("second" (let ((scheduler (steps::carrier-scheduler second)))
+                   (setf (sb-fiber::scheduler-left-alone-p scheduler) t)
+                   (steps::sleep-in-poller second scheduler)
+                   (steps::carrier-loop second))))
+    nil))
+
+(test who-was-left-alone-is-not-forgotten
+  (with-short-searches
+    (holds *compute-after-a-talk* :switches 2)))
+
+(test bug-a-nap-without-an-end
+  (with-short-searches
+    (with-changes (("TIME-TO-NAP" "+nap+" "time"))
+      (fails *compute-after-a-talk* :switches 2))))
+
+(test bug-nobody-naps-any-more
+  (with-short-searches
+    (with-changes (("SLEEP-IN-POLLER" "(setf (fiber-group-napping group) 0)" "nil"))
+      (fails *compute-after-a-talk* :switches 2))))
+
+(test bug-sleeping-over-what-was-left-alone
+  (with-short-searches
+    (with-changes (("SLEEP-IN-POLLER" "(begin-nap-p scheduler group)" "nil"))
+      (fails *compute-after-a-talk* :switches 2))))
+
 (defmacro with-forced-steps (&body body)
   `(unwind-protect (progn (setf steps::*force-migration* t) ,@body)
      (setf steps::*force-migration* nil)))
@@ -227,9 +271,10 @@
 (test bug-saying-that-one-sleeps-after-looking
   (with-short-searches
     (with-changes (("SLEEP-IN-POLLER" "(setf (poller-sleep poller) 1)" "nil"
-                                      "(time-to-sleep scheduler)"
-                                      "(prog1 (time-to-sleep scheduler)
-                                         (setf (poller-sleep poller) 1))"))
+                                      "(t (collect-reports scheduler (time-to-sleep scheduler)))"
+                                      "(t (let ((time (time-to-sleep scheduler)))
+                                            (setf (poller-sleep poller) 1)
+                                            (collect-reports scheduler time)))"))
       (fails *deadline-for-another*))))
 
 (test bug-not-looking-again-before-sleep
@@ -241,10 +286,8 @@
 (test bug-looking-before-being-known-as-idle
   (with-short-searches
     (with-changes (("SLEEP-IN-POLLER" "(enter-idle group bit)" "nil"
-                                      "(if (something-to-do-p carrier scheduler)
-                                           0
-                                           (time-to-sleep scheduler))"
-                                      "(prog1 (if (something-to-do-p carrier scheduler) 0 -1)
+                                      "(something-to-do-p carrier scheduler)"
+                                      "(prog1 (something-to-do-p carrier scheduler)
                                          (enter-idle group bit))"))
       (fails *inject*))))
 

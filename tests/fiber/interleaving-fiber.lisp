@@ -71,9 +71,9 @@
   (holds *waker-and-deadline*))
 
 (test bug-parked-before-the-context-is-saved
-  (with-changes (("PARK" "(phase-becomes-p fiber +active+ +parking+)"
+  (with-changes (("PARK" "(= (fiber-phase fiber) +active+)"
                       "(phase-becomes-p fiber +active+ +parked+)")
-              ("FINISH-PARKING" "(unless (phase-becomes-p fiber +parking+ +parked+)
+              ("FINISH-PARKING" "(unless (phase-becomes-p fiber +active+ +parked+)
                                    (setf (fiber-phase fiber) +active+)
                                    (make-runnable fiber))"
                                 "nil"))
@@ -84,7 +84,7 @@
     (fails *two-wakers*)))
 
 (test bug-the-successor-does-not-see-the-permit
-  (with-changes (("FINISH-PARKING" "(phase-becomes-p fiber +parking+ +parked+)"
+  (with-changes (("FINISH-PARKING" "(phase-becomes-p fiber +active+ +parked+)"
                                 "(setf (fiber-phase fiber) +parked+)"))
     (fails *two-wakers*)))
 
@@ -135,7 +135,7 @@
 (defparameter *interruption* (interruption-history nil nil))
 (defparameter *interruption-after-an-end* (interruption-history (make-test-fiber) :end))
 (defparameter *interruption-after-parking*
-  (interruption-history (make-test-fiber :phase sb-fiber::+parking+ :stack :suspended) :park))
+  (interruption-history (make-test-fiber :phase sb-fiber::+active+ :stack :suspended) :park))
 
 (test no-interruption-is-lost
   (dolist (history (list *interruption* *interruption-after-an-end* *interruption-after-parking*))

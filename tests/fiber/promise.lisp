@@ -101,3 +101,18 @@
         (mapc #'wait-for-end (rest fibers))
         (fulfil promise :value)
         (is (eq :value (join (first fibers))))))))
+
+;;; Prevents: somebody waits for a fiber that was aborted before it began. The only carrier is held
+;;; until then.
+(test promises-are-broken-by-who-has-not-begun
+  (with-group (group 1)
+    (let* ((watched (spawn (group) (fiber-park)))
+           (promise (join (spawn (group)
+                            (prog1 (sb-concurrency:fiber-promise watched)
+                              (dolist (fiber (list-all-fibers))
+                                (unless (or (not (eq group (fiber-group fiber)))
+                                            (member fiber (list watched (current-fiber))))
+                                  (terminate-fiber fiber))))))))
+      (is (eq :aborted (handler-case (await promise :timeout *patience*)
+                         (sb-thread:join-thread-error () :aborted))))
+      (fiber-unpark watched))))

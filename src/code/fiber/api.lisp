@@ -216,6 +216,13 @@ STORAGE-CONDITION, is signaled, and FIBER stays new."
       (make-runnable fiber))
     fiber))
 
+;;; For who has promised something by then.
+(defun submit-deaf (group fiber)
+  "As SUBMIT-FIBER, but the function of FIBER begins with interrupts off, and in any case: it hears
+that FIBER is to end, or was cancelled, where it turns them on, or waits."
+  (set-fiber-flag fiber +begins-deaf+)
+  (submit-fiber group fiber))
+
 (defun group-argument (group)
   (cond ((fiber-group-p group) group)
         ((eq group t)
@@ -233,7 +240,7 @@ STORAGE-CONDITION, is signaled, and FIBER stays new."
            :format-control control :format-arguments arguments)))
 
 (defun enter-group (group fiber)
-  (unless (phase-becomes-p fiber +new+ +parking+) ; no other thread submits it now
+  (unless (phase-becomes-p fiber +new+ +claimed+) ; no other thread submits it now
     (misuse fiber "~@<~S has been submitted already; make another fiber to call its function ~
                    again.~:@>" fiber))
   (unless (enter-population group)
@@ -320,8 +327,8 @@ SB-THREAD:INTERRUPT-THREAD, which does the same, holds for this. Returns NIL at 
 it aborted. Does not wait for that. A new fiber ends at once, and cannot be submitted. Signals a
 SB-THREAD:INTERRUPT-THREAD-ERROR if FIBER has ended. SB-THREAD:TERMINATE-THREAD, all that is said
 of which holds for this, does the same to a fiber that was submitted. Returns NIL."
-  (unless (without-interrupts ; nothing else moves it from +PARKING+
-            (when (phase-becomes-p fiber +new+ +parking+)
+  (unless (without-interrupts ; nothing else moves it from +CLAIMED+
+            (when (phase-becomes-p fiber +new+ +claimed+)
               (declare-dead fiber)
               t))
     (interrupt-fiber fiber #'sb-thread:abort-thread))

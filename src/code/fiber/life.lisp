@@ -37,6 +37,10 @@
   (setf (fiber-failure fiber) (make-condition 'fiber-stack-lost :fiber fiber))
   (reported-p (lambda () (format *error-output* "~&~A~%" (fiber-failure fiber)))))
 
+(declaim (inline begins-deaf-p))
+(defun begins-deaf-p (fiber)
+  (logtest +begins-deaf+ (fiber-flags fiber)))
+
 (defun call-fiber-function (fiber)
   (catch 'sb-impl::toplevel-catcher
     (catch 'sb-impl::%end-of-the-world
@@ -51,8 +55,9 @@
                                           (others-in-debugger))))
           ;; Bound inside of all tags: an interruption that came between the end of a tag and a
           ;; SETQ would throw to a tag that is no more.
-          (let ((*interrupts-enabled* t))
-            (when *interrupt-pending* (sb-unix::receive-pending-interrupt))
+          (let ((*interrupts-enabled* (not (begins-deaf-p fiber))))
+            (when (and *interrupt-pending* *interrupts-enabled*)
+              (sb-unix::receive-pending-interrupt))
             (setf (fiber-result fiber)
                   (multiple-value-list
                    (catch 'sb-thread::%return-from-thread
@@ -65,7 +70,7 @@
         (bindings (fiber-initial-bindings fiber)))
     (setf (fiber-start fiber) (fiber-child fiber))
     (see-interruptions fiber)
-    (see-cancellation fiber)
+    (unless (begins-deaf-p fiber) (see-cancellation fiber))
     (if bindings
         (progv (mapcar #'car bindings) (mapcar #'cdr bindings)
           (funcall function))
@@ -74,6 +79,7 @@
 ;;; Once the fiber is dead, it may be joined and forgotten, while it still runs here: what
 ;;; comes after concerns only the carrier and the stack.
 (defun end-fiber (fiber)
+  (declare (notinline leave))
   (let ((group (truly-the fiber-group (fiber-group fiber)))
         (child (and (child-scope-of fiber) (fiber-child fiber))))
     ;; No interruption or error in here: there is nothing left to which it could unwind.

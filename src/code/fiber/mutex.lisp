@@ -37,6 +37,7 @@
         (cond ((= state 0) (return t))
               ((or (= state 2) (= (state-becomes 1 2) 1)) (return nil)))))))
 
+(declaim (inline contend-for-mutex))
 (defun contend-for-mutex (fiber address deadline interruptible)
   "Let FIBER take the mutex whose state is at ADDRESS. Return T, or NIL if DEADLINE comes before, or
 :INTERRUPTED if INTERRUPTIBLE and it is. With interrupts off."

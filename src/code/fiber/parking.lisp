@@ -282,6 +282,7 @@ if it must not leave its carrier, give the carrier's work to another."
 (defconstant futex-interrupted 2)
 (defconstant futex-changed -1)
 
+(declaim (inline wait-in-bucket))
 (defun wait-in-bucket (fiber address expected deadline &optional claim)
   "Park FIBER while the word at ADDRESS is EXPECTED. With interrupts off."
   (let ((bucket (bucket-of address)))

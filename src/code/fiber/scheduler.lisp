@@ -98,6 +98,8 @@ it."
   ;; Bits of the pollers of sleeping schedulers.
   (idle 0 :type (unsigned-byte 62))
   (searching 0 :type word)
+  ;; 1 while a carrier is to look again soon at what it has left alone.
+  (napping 0 :type word)
   ;; How many fibers are alive, and whether there may be more: see fiber/population.lisp.
   (population 0 :type word)
   ;; How many threads are aborting its fibers.

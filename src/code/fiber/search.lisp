@@ -14,6 +14,8 @@
 ;;; The order is: deadlines and reports of its own scheduler, the injector, its own queue; then what
 ;;; others have queued. What is true when nobody is inside:
 ;;;  - SEARCHING counts the carriers in SEARCH-ELSEWHERE;
+;;;  - NAPPING is 1 only while a carrier in SLEEP-IN-POLLER, which has left something alone, waits
+;;;    for no longer than +NAP+;
 ;;;  - a bit of IDLE is set only while that scheduler's carrier is in SLEEP-IN-POLLER, and cleared
 ;;;    by it or by the thread that wakes it; SLEEP of its poller is not 0 meanwhile.
 ;;; Why no wake-up is lost between them is told at the head of fiber.lisp.
@@ -76,8 +78,7 @@ and return that, or NIL if there is none."
   (let* ((queue (scheduler-queue victim))
          (head (run-queue-head queue))
          (seen (scheduler-seen scheduler)))
-    (and (= (run-queue-length queue) 1)
-         (= (run-queue-tail queue) (scheduler-handed victim))
+    (and (handed-alone-p victim)
          (/= head (aref seen place))
          (setf (aref seen place) head
                (scheduler-left-alone-p scheduler) t))))
@@ -192,7 +193,26 @@ would take processors from carriers that work."
         (eq (fiber-group-state group) :stopped)
         (handlers-wait-p)
         (loop for other across (fiber-group-schedulers group)
-              thereis (> (run-queue-length (scheduler-queue (truly-the scheduler other))) 0)))))
+              thereis (something-to-steal-p scheduler (truly-the scheduler other))))))
+
+;;; Whether it is still the same fiber will be seen after the nap.
+(defun something-to-steal-p (scheduler victim)
+  (and (> (run-queue-length (scheduler-queue victim)) 0)
+       (not (and (scheduler-left-alone-p scheduler) (handed-alone-p victim)))))
+
+;;; Long beside the time in which one of two that talk to each other answers, short beside what
+;;; a carrier that sleeps takes to wake.
+(defconstant +nap+ 100000)
+
+(defun begin-nap-p (scheduler group)
+  "True if SCHEDULER is to nap, and not to sleep: what it has left alone nobody else looks after."
+  (and (scheduler-left-alone-p scheduler)
+       (or (= (cas (fiber-group-napping group) 0 1) 0)
+           (setf (scheduler-left-alone-p scheduler) nil))))
+
+(defun time-to-nap (scheduler)
+  (let ((time (time-to-sleep scheduler)))
+    (if (<= 0 time +nap+) time +nap+)))
 
 (defun sleep-in-poller (carrier scheduler)
   "Sleep until there is something to do."
@@ -202,8 +222,12 @@ would take processors from carriers that work."
     (run-queue-forget (scheduler-queue scheduler))
     (setf (poller-sleep poller) 1)
     (enter-idle group bit)              ; a full barrier, see the head of fiber.lisp
-    (collect-reports scheduler
-                     (if (something-to-do-p carrier scheduler) 0 (time-to-sleep scheduler)))
+    (cond ((something-to-do-p carrier scheduler)
+           (collect-reports scheduler 0))
+          ((begin-nap-p scheduler group)
+           (collect-reports scheduler (time-to-nap scheduler))
+           (setf (fiber-group-napping group) 0))
+          (t (collect-reports scheduler (time-to-sleep scheduler))))
     (leave-idle group bit)              ; a full barrier, see DOZE
     (setf (poller-sleep poller) 0)
     (when (or (carrier-inbox carrier) (handlers-wait-p)) (pass-search-on scheduler))

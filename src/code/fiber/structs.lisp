@@ -105,6 +105,8 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 (defconstant +cancelled+ (ash 1 35))
 (defconstant +told+ (ash 1 36))
 (defconstant +leaving+ (ash 1 37))
+;;; Its function is called with interrupts off, whatever it has been asked by then.
+(defconstant +begins-deaf+ (ash 1 38))
 
 #-sb-xc-host
 (progn
