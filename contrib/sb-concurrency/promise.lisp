@@ -95,8 +95,15 @@ unwound, with what tells that THREAD was aborted. With interrupts off."
   "Let a fiber of GROUP, which is returned, do END-BY. THREAD may be NIL for that fiber."
   (sb-fiber::submit-deaf
    group
-   (sb-fiber:make-fiber (lambda () (end-by promise function (or thread *current-thread*)))
-                        :name name)))
+   (sb-fiber:make-fiber
+    (lambda ()
+      (end-by promise
+              (lambda ()
+                ;; A descriptor may be another's by now.
+                (sb-fiber::see-cancellation (sb-fiber:current-fiber))
+                (funcall function))
+              (or thread *current-thread*)))
+    :name name)))
 
 #+sb-fiber
 (defun fiber-promise (fiber)
@@ -108,5 +115,6 @@ Another fiber of the same group waits for it. Signals what SB-FIBER:SUBMIT-FIBER
     (flet ((join () (sb-fiber:fiber-join fiber)))
       (if group
           (submit-for promise group #'join :thread fiber)
-          (end-by promise #'join fiber))
+          (handler-case (multiple-value-call #'fulfil promise (join))
+            (sb-thread:join-thread-error (condition) (break-promise promise condition))))
       promise)))

@@ -147,14 +147,15 @@
 ;;;; least one: however many come together, they hold up others for no longer than 128 wake-ups
 ;;;; take. A deadline that has come behind D others is served at the look number D/R + 1, that is
 ;;;; within (D/R + 1) * (T + 1) ticks. A scheduler whose queue is empty looks at once, and one that
-;;;; has left deadlines does not sleep. This is the worst case, of fibers that wake each other and
+;;;; has left deadlines does not sleep. A fiber that yields where nothing is queued goes on at once,
+;;;; and that is a tick: its scheduler looks as if it ran others. This is the worst case, of fibers that wake each other and
 ;;;; so fill the queue for ever. A fiber that yields while the injector holds others goes to the end
 ;;;; of the injector, so that the queue drains; and of N fibers that only yield, each runs again
 ;;;; within 2 * N + 256 ticks of a single carrier.
 ;;;;
 ;;;; A fiber that always finds its descriptors ready would never park: so it has a budget, which it
 ;;;; gets anew whenever it is resumed. A read costs all of it: before the next one the fiber yields
-;;;; if others can run (SPEND-BUDGET). After 32 writes it does so as well. So of clients that ask
+;;;; (SPEND-BUDGET). After 32 writes it does so as well. So of clients that ask
 ;;;; again as soon as they are answered, none is served twice while another is not; and when there
 ;;;; are many, the next question has come when its fiber runs again. A fiber that accepts
 ;;;; connections, which the kernel drops when too many wait, may accept +BUDGET+ of them.
@@ -277,6 +278,11 @@ run last, and return it, or NIL."
   (setf (carrier-epoch carrier)
         (truly-the (and unsigned-byte fixnum) (1+ (carrier-epoch carrier)))))
 
+(declaim (inline scheduling-p))
+(defun scheduling-p (carrier)
+  "Does CARRIER, which is this thread, use its scheduler?"
+  (logtest 1 (carrier-epoch carrier)))
+
 (defun advance-epoch (carrier)
   (end-scheduling carrier)
   (begin-scheduling carrier))
@@ -338,10 +344,11 @@ run last, and return it, or NIL."
                         (and mine (not *force-migration*)
                              (queue-here mine fiber)
                              mine)))))
-          (cond (mine
-                 (barrier (:memory))
-                 (call-for-thief group (truly-the scheduler mine)))
-                (t (inject group fiber)))))))
+          (cond ((null mine) (inject group fiber))
+                ;; What it does next is to take one, and call for what is left: CALL-FOR-THE-REST.
+                ((in-scheduler-p (truly-the carrier *carrier*)))
+                (t (barrier (:memory))
+                   (call-for-thief group (truly-the scheduler mine))))))))
 
 ;;;; parking and unparking
 
@@ -365,7 +372,8 @@ run last, and return it, or NIL."
 (declaim (inline take-permit))
 (defun take-permit (fiber)
   "Consume the permit of the running FIBER. Return false if there is none."
-  (phase-becomes-p fiber (logior +active+ +permit+) +active+))
+  (and (logtest (fiber-phase fiber) +permit+)
+       (phase-becomes-p fiber (logior +active+ +permit+) +active+)))
 
 (defun requeue (fiber)
   "Queue FIBER, which has yielded, behind the fibers that wait for a place in a queue as well."
@@ -523,9 +531,9 @@ again. REASON is what the fiber waits for, to be shown to users. With interrupts
     (setf (fiber-wait-reason fiber) reason)
     (prepare-zone fiber)
     (when deadline (enter-deadline fiber deadline))
-    (cond ((= (fiber-phase fiber) +active+) (leave :park))
-          ((take-permit fiber))
-          (t (scheduler-bug "fiber scheduler code parks the fiber that is leaving")))
+    (when (scheduling-p (truly-the carrier *carrier*))
+      (scheduler-bug "fiber scheduler code parks the fiber that is leaving"))
+    (unless (take-permit fiber) (leave :park))
     (when deadline (heap-remove fiber))
     (setf (fiber-wait-reason fiber) nil)))
 

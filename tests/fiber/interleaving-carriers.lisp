@@ -163,22 +163,16 @@
 
 ;;; Two fibers have talked to each other on one carrier; then the one computes until the other, which
 ;;; it has woken, has run. The other carrier has left them alone, and naps.
-(defun queue-as-waker (carrier fiber)
-  (let* ((scheduler (steps::carrier-scheduler carrier))
-         (queue (sb-fiber::scheduler-queue scheduler)))
-    (setf (steps::scheduler-handed scheduler) (1+ (steps::run-queue-tail queue)))
-    (steps::queue-fiber fiber)))
-
 (defparameter *compute-after-a-talk*
   (history ((group (make-test-group 2))
             (first (make-test-carrier group 0))
             (second (make-test-carrier group 1)))
       (("first" (let ((*running* first))
                   (destructuring-bind (waits writes) (make-dependent-fibers group)
-                    (queue-as-waker first (make-runnable-fiber group (constantly nil)))
+                    (steps::queue-fiber (make-runnable-fiber group (constantly nil)))
                     (steps::run-queue-take
                      (sb-fiber::scheduler-queue (steps::carrier-scheduler first)))
-                    (queue-as-waker first writes)
+                    (steps::queue-fiber writes)
                     (funcall (sb-fiber::fiber-function waits)))))
        ("second" (let ((scheduler (steps::carrier-scheduler second)))
                    (setf (sb-fiber::scheduler-left-alone-p scheduler) t)

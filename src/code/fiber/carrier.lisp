@@ -18,7 +18,15 @@
   (mount carrier (int-sap (carrier-context carrier)) fiber)
   (after-switch))
 
+(defun leave-queue (carrier)
+  "CARRIER is going to do something else than to serve its queue."
+  (let ((scheduler (carrier-scheduler carrier)))
+    (when scheduler
+      (or (call-for-the-rest (truly-the scheduler scheduler))
+          (pass-search-on (truly-the scheduler scheduler))))))
+
 (defun run-inbox (carrier)
+  (when (carrier-inbox carrier) (leave-queue carrier))
   (do-chain (fiber (take-chain (carrier-inbox carrier)))
     (run-on-carrier carrier fiber)))
 
@@ -27,6 +35,7 @@
 ;;; and is announced.
 (defun run-pending-handlers (carrier)
   (when (handlers-wait-p)
+    (leave-queue carrier)
     (setf (carrier-handling carrier) t)
     (end-scheduling carrier)
     (catch 'sb-impl::%end-of-the-world

@@ -94,7 +94,7 @@ scheduler or a spare: if one thread adds a scheduler and another a spare, the se
   (let ((carrier *carrier*))
     (when carrier
       (let ((carrier (truly-the carrier carrier)))
-        (unless (or (in-fiber-p) (carrier-handling carrier))
+        (when (in-scheduler-p carrier)
           (scheduler-bug "fiber scheduler code waits for a lock"))
         (give-scheduler-away carrier)))))
 

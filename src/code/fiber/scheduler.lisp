@@ -123,9 +123,14 @@ it."
   (state :running :type symbol))
 (declaim (freeze-type fiber-group))
 
-(declaim (inline in-fiber-p current-fiber))
+(declaim (inline in-fiber-p in-scheduler-p current-fiber))
 (defun in-fiber-p ()
   (fiber-p *current-thread*))
+
+(defun in-scheduler-p (carrier)
+  "Does this thread, which is CARRIER, execute neither a fiber nor a handler?"
+  (declare (carrier carrier))
+  (not (or (in-fiber-p) (carrier-handling carrier))))
 
 (declaim (ftype (sfunction () (or null fiber)) current-fiber))
 (defun current-fiber ()

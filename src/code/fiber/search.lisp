@@ -133,25 +133,42 @@ would take processors from carriers that work."
                      do (let ((fiber (or (steal-work scheduler) (look-around scheduler))))
                           (when fiber (return fiber)))
                         (pause-search scheduler))))
-    (atomic-decf (fiber-group-searching group))
-    (when fiber (call-for-help group))
+    (atomic-decf (fiber-group-searching group)) ; a full barrier before the last look
+    (when fiber (call-for-what-is-left group))
     fiber))
+
+(defun call-for-what-is-left (group)
+  "Called by a carrier that does not search any more: for what was queued meanwhile nobody was
+called."
+  (declare (fiber-group group))
+  (when (or (injector-first (fiber-group-injector group))
+            (loop for scheduler across (fiber-group-schedulers group)
+                  thereis (> (run-queue-length (scheduler-queue (truly-the scheduler scheduler)))
+                             0)))
+    (call-for-help group)))
 
 ;;; Nobody was woken for the fiber that it has left alone: it was searching.
 (defun pass-search-on (scheduler)
   "Called when SCHEDULER is going to do something else than to search on."
   (when (shiftf (scheduler-left-alone-p scheduler) nil)
-    (call-for-help (truly-the fiber-group (scheduler-group scheduler)))))
+    (call-for-what-is-left (truly-the fiber-group (scheduler-group scheduler)))))
+
+;;; For what the scheduler itself has queued nobody was called; and other carriers may have looked
+;;; while it was between two queues.
+(defun call-for-the-rest (scheduler)
+  "Called before the carrier of SCHEDULER runs something that is not in its queue any more. Return
+false if nothing is left there."
+  (when (> (run-queue-length (scheduler-queue scheduler)) 0)
+    (barrier (:memory))
+    (call-for-help (truly-the fiber-group (scheduler-group scheduler)))
+    t))
 
 (defun search-for-work (scheduler)
   "Return a fiber for SCHEDULER to run, or NIL."
   (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
          (found (look-around scheduler)))
     (cond (found
-           ;; Other carriers may have looked while what is queued now was between two queues.
-           (if (> (run-queue-length (scheduler-queue scheduler)) 0)
-               (call-for-help group)
-               (pass-search-on scheduler))
+           (or (call-for-the-rest scheduler) (pass-search-on scheduler))
            found)
           ((enough-search-p group) nil)
           (t (search-elsewhere scheduler group)))))
@@ -204,10 +221,13 @@ would take processors from carriers that work."
 ;;; a carrier that sleeps takes to wake.
 (defconstant +nap+ 100000)
 
+;;; Where all others sleep nothing is queued: who queues something later finds this one asleep.
 (defun begin-nap-p (scheduler group)
   "True if SCHEDULER is to nap, and not to sleep: what it has left alone nobody else looks after."
+  (declare (fiber-group group))
   (and (scheduler-left-alone-p scheduler)
-       (or (= (cas (fiber-group-napping group) 0 1) 0)
+       (or (and (< (logcount (fiber-group-idle group)) (length (fiber-group-schedulers group)))
+                (= (cas (fiber-group-napping group) 0 1) 0))
            (setf (scheduler-left-alone-p scheduler) nil))))
 
 (defun time-to-nap (scheduler)
@@ -230,5 +250,4 @@ would take processors from carriers that work."
           (t (collect-reports scheduler (time-to-sleep scheduler))))
     (leave-idle group bit)              ; a full barrier, see DOZE
     (setf (poller-sleep poller) 0)
-    (when (or (carrier-inbox carrier) (handlers-wait-p)) (pass-search-on scheduler))
     (unless (= (fiber-group-monitor-asleep group) 0) (wake-monitor-if-asleep group))))

@@ -330,6 +330,11 @@
   (let ((*running* carrier))
     (funcall (sb-fiber::fiber-function fiber))))
 
+(defun steps::in-fiber-p () *running*)
+(defun steps::in-scheduler-p (carrier) (declare (ignore carrier)) (null *running*))
+
+(defun steps::scheduling-p (carrier) (declare (ignore carrier)) nil)
+
 (defun steps::my-scheduler (group)
   (declare (ignore group))
   (and *running* (steps::carrier-scheduler *running*)))
