@@ -111,6 +111,14 @@
 ;;;; park waits for others at most as long as a nap. If the one that naps finds something else
 ;;;; to do it wakes another.
 ;;;;
+;;;; A group may have more carriers than there are processors. Then no more than these are to be *at
+;;;; work*: not idle, and with a turn that is no older than a millisecond, so that those that
+;;;; compute are not counted. While so many are, nobody is woken; a carrier that finds so many in
+;;;; front of it in the group puts what it has into the injector and sleeps, and does not care for
+;;;; the queues of others: the last to go to sleep do. So it is always the same that work, and the
+;;;; descriptors come to be in their pollers. Where one of these begins to compute, the monitor
+;;;; helps.
+;;;;
 ;;;; Interrupting. A thread that wants a fiber to call a function queues the function in the fiber,
 ;;;; and then looks whether the fiber is mounted. If so, it sends a signal to the carrier, whose
 ;;;; handler runs what is queued for the fiber that it finds there. If not, the fiber is resumed
@@ -223,6 +231,40 @@ another one."
       (with-pinned-objects (carrier)
         (%futex-wake (carrier-wake-word-address carrier) 1)))))
 
+(declaim (inline cycles-since at-work-p enough-at-work-p))
+(defun cycles-since (before now)
+  (declare (word before now))
+  (logand (- now before) most-positive-word)) ; many if another processor's counter is behind
+
+(defun at-work-p (scheduler now)
+  "Has SCHEDULER, which is not idle, run something else a millisecond ago, or less? It may have since
+NOW, a count of cycles."
+  (declare (scheduler scheduler) (word now))
+  (let ((limit *cycles-per-millisecond*))
+    (flet ((recent-p (then)
+             (<= (cycles-since then (logand (+ now limit) most-positive-word)) (* 2 limit))))
+      (or (recent-p (scheduler-looked scheduler))
+          (recent-p (scheduler-read scheduler))))))
+
+(defun count-at-work (group last)
+  "How many schedulers of GROUP, of those in front of LAST if that is one, do not sleep, and are not
+held up by what they run."
+  (declare (fiber-group group))
+  (let ((idle (fiber-group-idle group)) (now (%cycle-count)))
+    (loop for scheduler across (fiber-group-schedulers group)
+          until (eq scheduler last)
+          count (let ((scheduler (truly-the scheduler scheduler)))
+                  (and (not (logbitp (poller-index (scheduler-poller scheduler)) idle))
+                       (at-work-p scheduler now))))))
+
+(defun enough-at-work-p (group &optional last)
+  "True if as many schedulers of GROUP, or of those in front of LAST, are at work as there are
+processors."
+  (declare (fiber-group group))
+  (and (> (length (fiber-group-schedulers group)) (fiber-group-processors group))
+       (not *force-migration*)
+       (>= (truly-the index (count-at-work group last)) (fiber-group-processors group))))
+
 (defun wake-one-idle (group)
   "Wake a carrier of GROUP that sleeps, if one does."
   (declare (fiber-group group))
@@ -243,7 +285,9 @@ another one."
 (defun call-for-help (group)
   ;; The caller has queued a fiber, and then executed a full barrier.
   (declare (fiber-group group))
-  (when (and (/= (fiber-group-idle group) 0) (= (fiber-group-searching group) 0))
+  (when (and (/= (fiber-group-idle group) 0)
+             (= (fiber-group-searching group) 0)
+             (not (enough-at-work-p group)))
     (wake-one-idle group)))
 
 (defun inject (group fiber)
@@ -327,7 +371,8 @@ run last, and return it, or NIL."
   (declare (fiber-group group))
   (when (and (/= (fiber-group-idle group) 0)
              (= (fiber-group-searching group) 0)
-             (not (and (= (fiber-group-napping group) 1) (handed-alone-p scheduler))))
+             (not (and (= (fiber-group-napping group) 1) (handed-alone-p scheduler)))
+             (not (enough-at-work-p group)))
     (wake-one-idle group)))
 
 (defun make-runnable (fiber)
@@ -427,11 +472,7 @@ that looks for interruptions next finds none, a thread that queues one later see
 (defun live-signal-context-p ()
   (/= *free-interrupt-context-index* 0))
 
-(declaim (inline cycles-since next-in-queue))
-(defun cycles-since (before now)
-  (declare (word before now))
-  (logand (- now before) most-positive-word)) ; many if another processor's counter is behind
-
+(declaim (inline next-in-queue))
 (declaim (ftype (sfunction (scheduler fixnum) boolean) time-to-look-p))
 (defun time-to-look-p (scheduler ticks)
   "True if SCHEDULER, at whose tick number TICKS the cycle counter is to be read, is to look around.

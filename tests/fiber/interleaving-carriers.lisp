@@ -199,6 +199,36 @@
     (with-changes (("SLEEP-IN-POLLER" "(begin-nap-p scheduler group)" "nil"))
       (fails *compute-after-a-talk* :switches 2))))
 
+;;; One carrier more than there are processors: each may leave what comes to the other.
+(defparameter *inject-for-too-many*
+  (history ((group (let ((group (make-test-group 2)))
+                     (setf (sb-fiber::fiber-group-processors group) 1)
+                     group))
+            (first (make-test-carrier group 0))
+            (second (make-test-carrier group 1))
+            (ran 0))
+      (("first" (steps::carrier-loop first))
+       ("second" (steps::carrier-loop second))
+       ("submitter" (steps::inject group (make-runnable-fiber group (lambda () (incf ran))))))
+    (ran-problem ran 1)))
+
+(test the-last-to-sleep-looks-for-all
+  (with-short-searches
+    (holds *inject-for-too-many* :switches 2)))
+
+(test bug-nobody-looks-for-all
+  (with-short-searches
+    (with-changes (("SOMETHING-TO-DO-P" "(not (enough-at-work-p group))" "nil"))
+      (fails *inject-for-too-many* :switches 2))))
+
+(test bug-counting-before-being-known-as-idle
+  (with-short-searches
+    (with-changes (("SLEEP-IN-POLLER" "(enter-idle group bit)" "nil"
+                                      "(something-to-do-p carrier scheduler)"
+                                      "(prog1 (something-to-do-p carrier scheduler)
+                                         (enter-idle group bit))"))
+      (fails *inject-for-too-many* :switches 2))))
+
 (defmacro with-forced-steps (&body body)
   `(unwind-protect (progn (setf steps::*force-migration* t) ,@body)
      (setf steps::*force-migration* nil)))

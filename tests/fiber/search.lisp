@@ -9,6 +9,8 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "support/descriptors.lisp" *load-truename*))
+
 (def-suite* search)
 
 ;;; For more than the time after which a scheduler looks around.
@@ -148,3 +150,76 @@
                    t))))
         (dotimes (i 20)
           (is (all-true-p (join-all (list (waker) (waker))))))))))
+
+;;;; more carriers than processors
+
+(defun note-look (scheduler milliseconds)
+  "Let SCHEDULER have looked around MILLISECONDS ago."
+  (setf (sb-fiber::scheduler-looked scheduler)
+        (- (sb-fiber::%cycle-count) (* milliseconds sb-fiber::*cycles-per-millisecond*))))
+
+;;; Prevents: one that computes, or sleeps, and keeps others from being woken.
+(test who-is-at-work
+  (with-group (group 1))                ; measures the cycles
+  (destructuring-bind (first second third) (schedulers 3)
+    (let ((group (sb-fiber::scheduler-group first)))
+      (flet ((enough-p (&optional last) (sb-fiber::enough-at-work-p group last)))
+        (dolist (scheduler (list first second third)) (note-look scheduler 0))
+        (is-false (enough-p) "There is no limit yet.")
+        (setf (sb-fiber::fiber-group-processors group) 2)
+        (is-true (enough-p))
+        (is-true (enough-p third))
+        (is-false (enough-p second) "There is one in front of the second.")
+        (note-look first 1000)
+        (is-true (enough-p))
+        (is-false (enough-p third) "The first computes.")
+        (sb-fiber::enter-idle group 2)
+        (is-false (enough-p) "The second sleeps.")
+        (sb-fiber::leave-idle group 2)
+        (note-look first -1)
+        (is-true (enough-p third) "Another processor's counter may be ahead.")
+        (setf (sb-fiber::fiber-group-processors group) 3)
+        (is-false (enough-p))))))
+
+;;; Prevents: fibers that are lost, or turned round, where a carrier is one too many.
+(test what-is-too-much-is-injected
+  (destructuring-bind (scheduler) (schedulers 1)
+    (let ((group (sb-fiber::scheduler-group scheduler))
+          (fibers (loop repeat 5 collect (make-fiber #'identity))))
+      (dolist (fiber (rest fibers)) (queue-in scheduler fiber))
+      (sb-fiber::shed-work scheduler group (first fibers))
+      (is (null (take-from scheduler)))
+      (is (equal fibers (loop repeat 5
+                              collect (sb-fiber::injector-take
+                                       (sb-fiber::fiber-group-injector group) 1)))))))
+
+;;; Prevents: wake-ups that are lost between those that leave work to each other.
+(test too-many-carriers-do-all
+  (dolist (processors '(1 2))
+    (with-group (group 5)
+      (setf (sb-fiber::fiber-group-processors group) processors)
+      (let ((semaphore (make-semaphore)))
+        (is (all-true-p
+             (join-all
+              (loop repeat 300
+                    collect (spawn (group)
+                              (with-pipe (in out)
+                                (loop repeat 10
+                                      do (sleep 1/1000)
+                                         (write-char #\x out)
+                                         (finish-output out)
+                                         (read-char in)
+                                         (signal-semaphore semaphore)
+                                         (fiber-yield)
+                                         (wait-on-semaphore semaphore)))
+                              t)))))))))
+
+;;; Nor does one that computes hold up others until it is done.
+(test who-computes-among-too-many-is-helped
+  (with-group (group 3)
+    (setf (sb-fiber::fiber-group-processors group) 1)
+    (let ((done nil))
+      (is (eq t (join (spawn (group)
+                        (let ((other (spawn (group) (sleep 1/100) (setf done t))))
+                          (loop until done)
+                          (join other)))))))))

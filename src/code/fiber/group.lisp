@@ -106,10 +106,10 @@ interrupts off."
           (unless (or done *exit-in-progress*)
             (make-os-thread #'finish "finishing of a group of fibers")))))))
 
+(define-alien-routine ("fiber_processor_count" %processor-count) int)
+
 (defun carrier-count-argument (count)
-  (cond ((null count)
-         (min (alien-funcall (extern-alien "fiber_processor_count" (function int)))
-              max-pollers))
+  (cond ((null count) (min (%processor-count) max-pollers))
         ((typep count `(integer 1 ,max-pollers)) count)
         (t (error 'simple-type-error
                   :datum count :expected-type `(integer 1 ,max-pollers)
@@ -121,6 +121,7 @@ interrupts off."
     (setf *force-migration* t))
   (setf *cycles-per-millisecond* (%cycles-per-millisecond))
   (let ((group (%make-fiber-group (and name (string name)))))
+    (setf (fiber-group-processors group) (%processor-count))
     (without-interrupts
       (atomic-push group *groups*)
       (let ((problem (problem-of-equipping group n)))

@@ -96,11 +96,22 @@ negative number."
         ((eql result sb-unix:ebadf) :closed)
         (t result)))
 
+;;; Not in that of a carrier that is one too many, or the report would wake it.
+(defun poller-to-wait-in (fiber)
+  (let* ((poller (scheduler-poller (nearest-scheduler fiber)))
+         (group (truly-the fiber-group (fiber-group fiber)))
+         (all (fiber-group-schedulers group))
+         (n (fiber-group-processors group)))
+    (flet ((poller (i) (scheduler-poller (truly-the scheduler (svref all i)))))
+      (if (> (length all) n)
+          (poller (mod (- (poller-index poller) (poller-index (poller 0))) n))
+          poller))))
+
 (defun wait-for-fd (fiber cell direction deadline file)
   "Park FIBER until the descriptor of CELL, which stands for FILE, is ready for DIRECTION. Returns
 :READY, :CLOSED, :AGAIN, :TIMEOUT, :INTERRUPTED, :PLAIN if it is of a kind that is always ready, or
 an errno if the kernel refuses to watch it. With interrupts off."
-  (unless (and (add-waiter cell fiber direction (scheduler-poller (nearest-scheduler fiber)) file)
+  (unless (and (add-waiter cell fiber direction (poller-to-wait-in fiber) file)
                ;; If the close is over, it wakes no fiber any more.
                (or (>= file 0) (same-file-p cell file) (not (remove-waiter cell fiber direction))))
     (return-from wait-for-fd :closed))

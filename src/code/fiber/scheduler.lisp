@@ -93,6 +93,8 @@
 it."
   (name nil :type (or null string) :read-only t)
   (schedulers #() :type simple-vector)
+  ;; How many may be at work before no more are woken.
+  (processors most-positive-fixnum :type (and unsigned-byte fixnum))
   (carriers '() :type list)
   (injector (make-injector) :type injector :read-only t)
   ;; Bits of the pollers of sleeping schedulers.

@@ -163,11 +163,23 @@ false if nothing is left there."
     (call-for-help (truly-the fiber-group (scheduler-group scheduler)))
     t))
 
+(defun shed-work (scheduler group fiber)
+  "Let other schedulers of GROUP, of which enough are at work, run FIBER, if it is not NIL, and what
+is queued in SCHEDULER."
+  (declare (fiber-group group))
+  (pass-search-on scheduler)
+  (loop while fiber
+        do (injector-put (fiber-group-injector group) fiber)
+           (setf fiber (run-queue-take (scheduler-queue scheduler)))))
+
 (defun search-for-work (scheduler)
   "Return a fiber for SCHEDULER to run, or NIL."
   (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
          (found (look-around scheduler)))
-    (cond (found
+    (cond ((enough-at-work-p group scheduler)
+           (shed-work scheduler group found)
+           nil)
+          (found
            (or (call-for-the-rest scheduler) (pass-search-on scheduler))
            found)
           ((enough-search-p group) nil)
@@ -206,11 +218,12 @@ false if nothing is left there."
 (defun something-to-do-p (carrier scheduler)
   (let ((group (truly-the fiber-group (scheduler-group scheduler))))
     (or (carrier-inbox carrier)
-        (injected-for-p carrier scheduler group)
         (eq (fiber-group-state group) :stopped)
         (handlers-wait-p)
-        (loop for other across (fiber-group-schedulers group)
-              thereis (something-to-steal-p scheduler (truly-the scheduler other))))))
+        (and (not (enough-at-work-p group))
+             (or (injected-for-p carrier scheduler group)
+                 (loop for other across (fiber-group-schedulers group)
+                       thereis (something-to-steal-p scheduler (truly-the scheduler other))))))))
 
 ;;; Whether it is still the same fiber will be seen after the nap.
 (defun something-to-steal-p (scheduler victim)

@@ -333,6 +333,12 @@
 (defun steps::in-fiber-p () *running*)
 (defun steps::in-scheduler-p (carrier) (declare (ignore carrier)) (null *running*))
 
+(defun steps::poller-to-wait-in (fiber)
+  (sb-fiber::scheduler-poller (steps::nearest-scheduler fiber)))
+
+;;; Nobody computes for longer than a millisecond.
+(defun steps::at-work-p (scheduler now) (declare (ignore scheduler now)) t)
+
 (defun steps::scheduling-p (carrier) (declare (ignore carrier)) nil)
 
 (defun steps::my-scheduler (group)
