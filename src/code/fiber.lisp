@@ -154,12 +154,13 @@
 ;;;; a look as many as fill half of the room in the queue, R = (256 - Q) / 2 rounded down, but at
 ;;;; least one: however many come together, they hold up others for no longer than 128 wake-ups
 ;;;; take. A deadline that has come behind D others is served at the look number D/R + 1, that is
-;;;; within (D/R + 1) * (T + 1) ticks. A scheduler whose queue is empty looks at once, and one that
-;;;; has left deadlines does not sleep. A fiber that yields where nothing is queued goes on at once,
-;;;; and that is a tick: its scheduler looks as if it ran others. This is the worst case, of fibers that wake each other and
-;;;; so fill the queue for ever. A fiber that yields while the injector holds others goes to the end
-;;;; of the injector, so that the queue drains; and of N fibers that only yield, each runs again
-;;;; within 2 * N + 256 ticks of a single carrier.
+;;;; within (D/R + 1) * (T + 1) ticks. A scheduler whose queue is empty looks at once, and one
+;;;; that has left deadlines does not sleep. A fiber that yields where nothing is queued goes on
+;;;; at once, and that is a tick: its scheduler looks as if it ran others. This is the worst
+;;;; case, of fibers that wake each other and so fill the queue for ever. A fiber that yields
+;;;; while the injector holds others goes to the end of the injector, so that the queue drains;
+;;;; and of N fibers that only yield, each runs again within 2 * N + 256 ticks of a single
+;;;; carrier.
 ;;;;
 ;;;; A fiber that always finds its descriptors ready would never park: so it has a budget, which it
 ;;;; gets anew whenever it is resumed. A read costs all of it: before the next one the fiber yields
@@ -237,8 +238,8 @@ another one."
   (logand (- now before) most-positive-word)) ; many if another processor's counter is behind
 
 (defun at-work-p (scheduler now)
-  "Has SCHEDULER, which is not idle, run something else a millisecond ago, or less? It may have since
-NOW, a count of cycles."
+  "Has SCHEDULER, which is not idle, run something else a millisecond ago, or less, at NOW, a count of
+cycles? It may have since then."
   (declare (scheduler scheduler) (word now))
   (let ((limit *cycles-per-millisecond*))
     (flet ((recent-p (then)

@@ -13,7 +13,8 @@
 
 ;;; Random deadlines, so that what is put in rises and what is taken out sinks as it does in life.
 (defun nanoseconds-of-heap-operation (n)
-  "Fill a heap with N, then replace each once. Returns the time of a removal and an insertion, halved."
+  "Fill a heap with N, then replace each once. Returns half of the time of a removal and an
+insertion."
   (let ((heap (sb-fiber::make-deadline-heap))
         (fibers (make-array n))
         (random (make-random-state nil)))

@@ -161,8 +161,8 @@
                       (steps::inject group fiber))))
     (problem (not (eq ran-on second)) "The fiber was run on ~S." ran-on)))
 
-;;; Two fibers have talked to each other on one carrier; then the one computes until the other, which
-;;; it has woken, has run. The other carrier has left them alone, and naps.
+;;; Two fibers have talked to each other on one carrier; then the one computes until the other,
+;;; which it has woken, has run. The other carrier has left them alone, and naps.
 (defparameter *compute-after-a-talk*
   (history ((group (make-test-group 2))
             (first (make-test-carrier group 0))

@@ -187,8 +187,7 @@
     (fails *both-directions*)))
 
 (test bug-arming-before-waiting
-  (with-changes (("WAIT-FOR-FD" "(add-waiter cell fiber direction
-                                  (scheduler-poller (nearest-scheduler fiber)) file)"
+  (with-changes (("WAIT-FOR-FD" "(add-waiter cell fiber direction (poller-to-wait-in fiber) file)"
                                 "(progn
                                    (wish-to-arm cell direction)
                                    (arm-cell cell)

@@ -74,7 +74,8 @@ and return that, or NIL if there is none."
 ;;; about to park, most likely, and what both use is in that processor's caches. It is stolen if it
 ;;; is there still when this scheduler looks the next time, in this search or in a later one.
 (defun left-alone-p (scheduler victim place)
-  "True if the first fiber in the queue of VICTIM, at PLACE of its group, is to stay there this time."
+  "True if the first fiber in the queue of VICTIM, at PLACE of its group, is to stay there this
+time."
   (let* ((queue (scheduler-queue victim))
          (head (run-queue-head queue))
          (seen (scheduler-seen scheduler)))
