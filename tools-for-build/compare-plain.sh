@@ -44,7 +44,8 @@ cross_compile() (
     cd "$plain/$1"
     echo "\"$release.plain\"" >version.lisp-expr
     CC="${CC:-cc} -D__LINE__=0 -Wno-builtin-macro-redefined"
-    export CC
+    SOURCE_DATE_EPOCH=0 # else the objects tell when they were made
+    export CC SOURCE_DATE_EPOCH
     sh make-config.sh --dynamic-space-size=8GB &&
         . output/prefix.def && . output/build-config &&
         sh make-host-1.sh && sh make-target-1.sh && sh make-host-2.sh

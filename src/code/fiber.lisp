@@ -115,9 +115,10 @@
 ;;;; work*: not idle, and with a turn that is no older than a millisecond, so that those that
 ;;;; compute are not counted. While so many are, nobody is woken; a carrier that finds so many in
 ;;;; front of it in the group puts what it has into the injector and sleeps, and does not care for
-;;;; the queues of others: the last to go to sleep do. So it is always the same that work, and the
-;;;; descriptors come to be in their pollers. Where one of these begins to compute, the monitor
-;;;; helps.
+;;;; the queues of others: the last to go to sleep do. So it is always the same that work, and what
+;;;; waits for descriptors does so in their pollers. If one of these begins to compute when nobody
+;;;; is called, the monitor, which looks every few milliseconds, calls another; where it does not
+;;;; look there is no limit.
 ;;;;
 ;;;; Interrupting. A thread that wants a fiber to call a function queues the function in the fiber,
 ;;;; and then looks whether the fiber is mounted. If so, it sends a signal to the carrier, whose
@@ -232,7 +233,7 @@ another one."
       (with-pinned-objects (carrier)
         (%futex-wake (carrier-wake-word-address carrier) 1)))))
 
-(declaim (inline cycles-since at-work-p enough-at-work-p))
+(declaim (inline cycles-since at-work-p))
 (defun cycles-since (before now)
   (declare (word before now))
   (logand (- now before) most-positive-word)) ; many if another processor's counter is behind
@@ -247,24 +248,35 @@ cycles? It may have since then."
       (or (recent-p (scheduler-looked scheduler))
           (recent-p (scheduler-read scheduler))))))
 
-(defun count-at-work (group last)
-  "How many schedulers of GROUP, of those in front of LAST if that is one, do not sleep, and are not
-held up by what they run."
+(declaim (inline idle-p))
+(defun idle-p (scheduler idle)
+  (logbitp (poller-index (scheduler-poller scheduler)) (truly-the (unsigned-byte 62) idle)))
+
+(defun count-at-work (group last other)
+  "How many schedulers of GROUP, of those in front of LAST if that is one, and but for OTHER, do not
+sleep, and are not held up by what they run."
   (declare (fiber-group group))
   (let ((idle (fiber-group-idle group)) (now (%cycle-count)))
     (loop for scheduler across (fiber-group-schedulers group)
           until (eq scheduler last)
           count (let ((scheduler (truly-the scheduler scheduler)))
-                  (and (not (logbitp (poller-index (scheduler-poller scheduler)) idle))
+                  (and (neq scheduler other)
+                       (not (idle-p scheduler idle))
                        (at-work-p scheduler now))))))
 
-(defun enough-at-work-p (group &optional last)
-  "True if as many schedulers of GROUP, or of those in front of LAST, are at work as there are
-processors."
+(declaim (inline crowded-p))
+(defun crowded-p (group)
+  "Has GROUP more schedulers than are to be at work?"
+  (and (fiber-group-limited-p group)
+       (> (length (fiber-group-schedulers group)) (fiber-group-processors group))
+       (not *force-migration*)))
+
+(defun enough-at-work-p (group &key last other)
+  "True if as many schedulers of GROUP are at work as there are processors: of those in front of
+LAST, and but for OTHER."
   (declare (fiber-group group))
-  (and (> (length (fiber-group-schedulers group)) (fiber-group-processors group))
-       (not *force-migration*)
-       (>= (truly-the index (count-at-work group last)) (fiber-group-processors group))))
+  (and (crowded-p group)
+       (>= (truly-the index (count-at-work group last other)) (fiber-group-processors group))))
 
 (defun wake-one-idle (group)
   "Wake a carrier of GROUP that sleeps, if one does."

@@ -20,17 +20,18 @@
 #   CONNECTIONS   default: 10 100 1000 10000
 #   KINDS         default: fibers fast clack engine raw threads. Others are those
 #                 of PEERS: NAME, or NAME-raw, is what serves by
-#                 "PEERS/run.sh NAME http PORT", or http-raw
-#   PEERS         a directory of servers in other languages
+#                 "sh PEERS/run.sh NAME http PORT", or http-raw
+#   PEERS         a directory of servers in other languages; default: peers
 #   HEADERS       how many fields, 10 at most, that browsers send are added to
 #                 each request; default: 0
 #   PORT          default: 4299
-#   P, SBCL, BODY as for run.sh
+#   P, SBCL, BODY, DELAY as for run.sh
 
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 rounds=${1:-3} seconds=${2:-10}
 port=${PORT:-4299}
+peers=${PEERS:-$here/peers}
 url=http://127.0.0.1:$port/
 root=$(CDPATH='' cd -- "$here/../.." && pwd)
 . "$root/tools-for-build/fork-functions.sh"
@@ -56,8 +57,8 @@ start_server() {
     case $1 in
         fibers | fast | clack | engine | file | raw | threads)
             set -- sh "$here/run.sh" http "$port" "$1" ;;
-        *-raw) set -- "$PEERS/run.sh" "${1%-raw}" http-raw "$port" ;;
-        *) set -- "$PEERS/run.sh" "$1" http "$port" ;;
+        *-raw) set -- sh "$peers/run.sh" "${1%-raw}" http-raw "$port" ;;
+        *) set -- sh "$peers/run.sh" "$1" http "$port" ;;
     esac
     TMPDIR=$dir "$@" </dev/null >"$dir/log" 2>&1 &
     server=$!

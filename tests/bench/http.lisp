@@ -23,6 +23,15 @@
         (make-string (parse-integer size) :initial-element #\a)
         "Hello, World!")))
 
+(defparameter *delay*
+  (let ((milliseconds (sb-ext:posix-getenv "DELAY")))
+    (and milliseconds (/ (parse-integer milliseconds) 1000)))
+  "How many seconds a handler waits before it answers, or NIL.")
+
+(defun answer ()
+  (when *delay* (sleep *delay*))
+  *body*)
+
 (defun make-taskmaster (kind carriers)
   (cond ((or (string= kind "fibers") (string= kind "fast"))
          (make-instance (uiop:find-symbol* "FIBER-TASKMASTER" "SB-FIBER-HUNCHENTOOT")
@@ -39,7 +48,7 @@
 
 (hunchentoot:define-easy-handler (hello :uri "/") ()
   (setf (hunchentoot:content-type*) "text/plain")
-  *body*)
+  (answer))
 
 (defun start-hunchentoot (port kind carriers)
   (hunchentoot:start
@@ -56,7 +65,7 @@
   (clack.handler.sb-fiber:start
    (lambda (environment)
      (declare (ignore environment))
-     `(200 (:content-type "text/plain") (,*body*)))
+     `(200 (:content-type "text/plain") (,(answer))))
    :port port :carrier-count carriers :backlog 4096))
 
 #+sb-fiber

@@ -202,7 +202,7 @@
 ;;; One carrier more than there are processors: each may leave what comes to the other.
 (defparameter *inject-for-too-many*
   (history ((group (let ((group (make-test-group 2)))
-                     (setf (sb-fiber::fiber-group-processors group) 1)
+                     (setf (sb-fiber::fiber-group-limited-p group) t)
                      group))
             (first (make-test-carrier group 0))
             (second (make-test-carrier group 1))

@@ -163,13 +163,17 @@
   (with-group (group 1))                ; measures the cycles
   (destructuring-bind (first second third) (schedulers 3)
     (let ((group (sb-fiber::scheduler-group first)))
-      (flet ((enough-p (&optional last) (sb-fiber::enough-at-work-p group last)))
+      (flet ((enough-p (&optional last other)
+               (sb-fiber::enough-at-work-p group :last last :other other)))
         (dolist (scheduler (list first second third)) (note-look scheduler 0))
-        (is-false (enough-p) "There is no limit yet.")
         (setf (sb-fiber::fiber-group-processors group) 2)
+        (is-false (enough-p) "No monitor looks.")
+        (setf (sb-fiber::fiber-group-limited-p group) t)
         (is-true (enough-p))
         (is-true (enough-p third))
+        (is-true (enough-p nil first))
         (is-false (enough-p second) "There is one in front of the second.")
+        (is-false (enough-p third first) "So there is of the third, but for the first.")
         (note-look first 1000)
         (is-true (enough-p))
         (is-false (enough-p third) "The first computes.")
@@ -180,6 +184,24 @@
         (is-true (enough-p third) "Another processor's counter may be ahead.")
         (setf (sb-fiber::fiber-group-processors group) 3)
         (is-false (enough-p))))))
+
+;;; Prevents: fibers that wait for descriptors where nobody looks, or where a report wakes one too
+;;; many.
+(test where-those-wait-who-run-on-one-too-many
+  (with-group (group 1))
+  (let* ((schedulers (schedulers 5))
+         (group (sb-fiber::scheduler-group (first schedulers))))
+    (setf (sb-fiber::fiber-group-processors group) 3)
+    (dolist (scheduler schedulers) (note-look scheduler 0))
+    (flet ((places ()
+             (loop for scheduler in schedulers
+                   collect (position (sb-fiber::scheduler-instead-of scheduler group)
+                                     schedulers))))
+      (is (equal '(0 1 2 0 1) (places)))
+      (note-look (first schedulers) 1000)
+      (is (equal '(nil 1 2 nil 1) (places)) "The first computes.")
+      (sb-fiber::enter-idle group 1)
+      (is (equal '(0 1 2 0 1) (places)) "It sleeps, and will be woken."))))
 
 ;;; Prevents: fibers that are lost, or turned round, where a carrier is one too many.
 (test what-is-too-much-is-injected

@@ -18,16 +18,9 @@
   (mount carrier (int-sap (carrier-context carrier)) fiber)
   (after-switch))
 
-(defun leave-queue (carrier)
-  "CARRIER is going to do something else than to serve its queue."
-  (let ((scheduler (carrier-scheduler carrier)))
-    (when scheduler
-      (or (call-for-the-rest (truly-the scheduler scheduler))
-          (pass-search-on (truly-the scheduler scheduler))))))
-
 (defun run-inbox (carrier)
-  (when (carrier-inbox carrier) (leave-queue carrier))
   (do-chain (fiber (take-chain (carrier-inbox carrier)))
+    (leave-queue carrier)               ; what the last has left there, too
     (run-on-carrier carrier fiber)))
 
 ;;; Handlers that were deferred while the scheduler ran, and functions that others want this OS

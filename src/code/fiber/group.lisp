@@ -47,7 +47,8 @@
                finally (setf done t))
       (unless done
         (dolist (scheduler schedulers) (free-poller (scheduler-poller scheduler) #'any-poller))))
-    (coerce schedulers 'simple-vector)))
+    ;; WAKE-ONE-IDLE prefers low numbers of pollers, and ENOUGH-AT-WORK-P who is in front.
+    (coerce (nreverse schedulers) 'simple-vector)))
 
 ;;;; groups
 

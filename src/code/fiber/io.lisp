@@ -96,16 +96,22 @@ negative number."
         ((eql result sb-unix:ebadf) :closed)
         (t result)))
 
-;;; Not in that of a carrier that is one too many, or the report would wake it.
+;;; In that of a carrier that is one too many the report would wake it.
 (defun poller-to-wait-in (fiber)
-  (let* ((poller (scheduler-poller (nearest-scheduler fiber)))
-         (group (truly-the fiber-group (fiber-group fiber)))
-         (all (fiber-group-schedulers group))
-         (n (fiber-group-processors group)))
-    (flet ((poller (i) (scheduler-poller (truly-the scheduler (svref all i)))))
-      (if (> (length all) n)
-          (poller (mod (- (poller-index poller) (poller-index (poller 0))) n))
-          poller))))
+  (let ((scheduler (truly-the scheduler (nearest-scheduler fiber)))
+        (group (truly-the fiber-group (fiber-group fiber))))
+    (scheduler-poller (or (and (crowded-p group) (scheduler-instead-of scheduler group))
+                          scheduler))))
+
+(defun scheduler-instead-of (scheduler group)
+  "One of those that are to be at work in GROUP, if it looks at its poller."
+  (declare (fiber-group group))
+  (let* ((all (fiber-group-schedulers group))
+         (place (truly-the index (position scheduler all)))
+         (other (truly-the scheduler (svref all (rem place (fiber-group-processors group))))))
+    (and (or (idle-p other (fiber-group-idle group))
+             (at-work-p other (%cycle-count)))
+         other)))
 
 (defun wait-for-fd (fiber cell direction deadline file)
   "Park FIBER until the descriptor of CELL, which stands for FILE, is ready for DIRECTION. Returns

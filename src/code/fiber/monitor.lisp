@@ -320,5 +320,9 @@ to end."
     (loop until (eq (fiber-group-state group) :stopped)
           do (let ((period (look-period supported)))
                (start-spare-if-needed group)
-               (when period (look-at-carriers group period))
+               ;; Nobody else would see that all those begin to compute who are to be at work.
+               (setf (fiber-group-limited-p group) (and period t))
+               (when period
+                 (look-at-carriers group period)
+                 (call-for-what-is-left group))
                (doze group (or period (time-until-attempt group)))))))

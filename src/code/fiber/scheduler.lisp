@@ -93,8 +93,9 @@
 it."
   (name nil :type (or null string) :read-only t)
   (schedulers #() :type simple-vector)
-  ;; How many may be at work before no more are woken.
-  (processors most-positive-fixnum :type (and unsigned-byte fixnum))
+  ;; How many are to be at work at most, while LIMITED-P, which the monitor writes.
+  (processors 1 :type (and unsigned-byte fixnum))
+  (limited-p nil :type boolean)
   (carriers '() :type list)
   (injector (make-injector) :type injector :read-only t)
   ;; Bits of the pollers of sleeping schedulers.

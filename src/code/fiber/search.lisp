@@ -98,16 +98,17 @@ time."
                     (truly-the fixnum (1+ (scheduler-steals scheduler))))
               (return fiber))))))))
 
-(defun look-around (scheduler)
+(defun look-around (scheduler &optional too-many-p)
   "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or
-NIL."
+NIL. If TOO-MANY-P, others serve the injector."
   (setf (scheduler-ticks scheduler) 0
         (scheduler-next-reading scheduler) 1
         (scheduler-looked scheduler) (%cycle-count))
   (collect-expired scheduler)
   (collect-reports scheduler 0)
   (let ((group (truly-the fiber-group (scheduler-group scheduler))))
-    (or (and (injector-first (fiber-group-injector group))
+    (or (and (not too-many-p)
+             (injector-first (fiber-group-injector group))
              (if (migration-forced-p group)
                  (take-migrant group)
                  (collect-injected scheduler)))
@@ -141,12 +142,13 @@ would take processors from carriers that work."
 (defun call-for-what-is-left (group)
   "Called by a carrier that does not search any more: for what was queued meanwhile nobody was
 called."
+  (when (work-left-p group) (call-for-help group)))
+
+(defun work-left-p (group)
   (declare (fiber-group group))
-  (when (or (injector-first (fiber-group-injector group))
-            (loop for scheduler across (fiber-group-schedulers group)
-                  thereis (> (run-queue-length (scheduler-queue (truly-the scheduler scheduler)))
-                             0)))
-    (call-for-help group)))
+  (or (injector-first (fiber-group-injector group))
+      (loop for scheduler across (fiber-group-schedulers group)
+            thereis (> (run-queue-length (scheduler-queue (truly-the scheduler scheduler))) 0))))
 
 ;;; Nobody was woken for the fiber that it has left alone: it was searching.
 (defun pass-search-on (scheduler)
@@ -160,9 +162,23 @@ called."
   "Called before the carrier of SCHEDULER runs something that is not in its queue any more. Return
 false if nothing is left there."
   (when (> (run-queue-length (scheduler-queue scheduler)) 0)
+    (setf (scheduler-left-alone-p scheduler) nil)
     (barrier (:memory))
     (call-for-help (truly-the fiber-group (scheduler-group scheduler)))
     t))
+
+(defun leave-queue (carrier)
+  "CARRIER is going to do something else than to serve its queue, and the injector."
+  (let ((scheduler (carrier-scheduler carrier)))
+    (when scheduler
+      (let* ((scheduler (truly-the scheduler scheduler))
+             (group (truly-the fiber-group (scheduler-group scheduler))))
+        (setf (scheduler-left-alone-p scheduler) nil)
+        (barrier (:memory))
+        (when (and (/= (fiber-group-idle group) 0)
+                   (work-left-p group)
+                   (not (enough-at-work-p group :other scheduler)))
+          (wake-one-idle group))))))
 
 (defun shed-work (scheduler group fiber)
   "Let other schedulers of GROUP, of which enough are at work, run FIBER, if it is not NIL, and what
@@ -176,8 +192,9 @@ is queued in SCHEDULER."
 (defun search-for-work (scheduler)
   "Return a fiber for SCHEDULER to run, or NIL."
   (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
-         (found (look-around scheduler)))
-    (cond ((enough-at-work-p group scheduler)
+         (too-many-p (enough-at-work-p group :last scheduler))
+         (found (look-around scheduler too-many-p)))
+    (cond (too-many-p
            (shed-work scheduler group found)
            nil)
           (found
