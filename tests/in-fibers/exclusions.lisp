@@ -15,6 +15,8 @@
          "It calls the C compiler 24 times; twice will do.")
         ("bordeaux-threads" "CONDITION-VARIABLE" t
          "It wakes any waiter, not one that can go on: on a busy machine it hangs in threads.")
+        ("usocket" "TIMEOUT-ERROR.1" t
+         "A timer of no time races with a connection that is refused at once.")
 
         ;; What a fiber is not
         ("threads.impure" "(THREADS TRIVIA)" t
