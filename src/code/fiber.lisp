@@ -117,8 +117,8 @@
 ;;;; front of it in the group puts what it has into the injector and sleeps, and does not care for
 ;;;; the queues of others: the last to go to sleep do. So it is always the same that work, and what
 ;;;; waits for descriptors does so in their pollers. If one of these begins to compute when nobody
-;;;; is called, the monitor, which looks every few milliseconds, calls another; where it does not
-;;;; look there is no limit.
+;;;; is called, the monitor calls another at its next look; where it does not look every few
+;;;; milliseconds there is no limit.
 ;;;;
 ;;;; Interrupting. A thread that wants a fiber to call a function queues the function in the fiber,
 ;;;; and then looks whether the fiber is mounted. If so, it sends a signal to the carrier, whose
@@ -252,16 +252,15 @@ cycles? It may have since then."
 (defun idle-p (scheduler idle)
   (logbitp (poller-index (scheduler-poller scheduler)) (truly-the (unsigned-byte 62) idle)))
 
-(defun count-at-work (group last other)
-  "How many schedulers of GROUP, of those in front of LAST if that is one, and but for OTHER, do not
-sleep, and are not held up by what they run."
+(defun count-at-work (group last)
+  "How many schedulers of GROUP, of those in front of LAST if that is one, do not sleep, and are not
+held up by what they run."
   (declare (fiber-group group))
   (let ((idle (fiber-group-idle group)) (now (%cycle-count)))
     (loop for scheduler across (fiber-group-schedulers group)
           until (eq scheduler last)
           count (let ((scheduler (truly-the scheduler scheduler)))
-                  (and (neq scheduler other)
-                       (not (idle-p scheduler idle))
+                  (and (not (idle-p scheduler idle))
                        (at-work-p scheduler now))))))
 
 (declaim (inline crowded-p))
@@ -271,12 +270,12 @@ sleep, and are not held up by what they run."
        (> (length (fiber-group-schedulers group)) (fiber-group-processors group))
        (not *force-migration*)))
 
-(defun enough-at-work-p (group &key last other)
-  "True if as many schedulers of GROUP are at work as there are processors: of those in front of
-LAST, and but for OTHER."
+(defun enough-at-work-p (group &optional last)
+  "True if as many schedulers of GROUP, or of those in front of LAST, are at work as there are
+processors."
   (declare (fiber-group group))
   (and (crowded-p group)
-       (>= (truly-the index (count-at-work group last other)) (fiber-group-processors group))))
+       (>= (truly-the index (count-at-work group last)) (fiber-group-processors group))))
 
 (defun wake-one-idle (group)
   "Wake a carrier of GROUP that sleeps, if one does."

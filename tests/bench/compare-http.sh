@@ -55,7 +55,7 @@ listening() {
 
 start_server() {
     case $1 in
-        fibers | fast | clack | engine | file | raw | threads)
+        fibers | fast | clack | engine | file | raw | threads | woo)
             set -- sh "$here/run.sh" http "$port" "$1" ;;
         *-raw) set -- sh "$peers/run.sh" "${1%-raw}" http-raw "$port" ;;
         *) set -- sh "$peers/run.sh" "$1" http "$port" ;;

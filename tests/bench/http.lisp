@@ -39,7 +39,7 @@
         ((string= kind "threads")
          (make-instance 'hunchentoot:one-thread-per-connection-taskmaster
                         :max-thread-count 20000 :max-accept-count 40000))
-        (t (error "~S is none of fibers, fast, threads, clack, engine, file and raw." kind))))
+        (t (error "~S is none of fibers, fast, threads, clack, engine, file, raw and woo." kind))))
 
 (defun acceptor-class (kind)
   (if (string= kind "fast")
@@ -86,6 +86,20 @@
        (sb-fiber-http:reply-with-file exchange path :fields '(("Content-Type" . "text/plain"))))
      :port port :carrier-count carriers :backlog 4096)))
 
+;;; Woo, an event loop for each worker, by its sources.
+(defun start-woo (port carriers)
+  (asdf:initialize-source-registry
+   `(:source-registry (:tree ,(sb-ext:posix-getenv "WOO_SOURCE")) :inherit-configuration))
+  (asdf:load-system "woo")
+  (sb-thread:make-thread
+   (lambda ()
+     (uiop:symbol-call "WOO" "RUN"
+                       (lambda (environment)
+                         (declare (ignore environment))
+                         `(200 (:content-type "text/plain") (,(answer))))
+                       :address "127.0.0.1" :port port :worker-num carriers
+                       :backlog 4096 :debug nil))))
+
 ;;; What fibers can do at most: what comes is taken for a request, and not looked at.
 #+sb-fiber
 (defun answer-all (socket reply)
@@ -126,12 +140,14 @@
         #+sb-fiber ((string= kind "engine") (start-engine port carriers))
         #+sb-fiber ((string= kind "file") (start-file-server port carriers))
         #+sb-fiber ((string= kind "raw") (start-raw port carriers))
+        ((string= kind "woo") (start-woo port carriers))
         (t (start-hunchentoot port kind carriers))))
 
 (defun stop-server (server)
   (cond ((typep server 'hunchentoot:acceptor) (hunchentoot:stop server))
         #+sb-fiber ((typep server 'sb-fiber:fiber-group)
                     (sb-fiber:finish-fibers server :abort t))
+        ((typep server 'sb-thread:thread) (sb-thread:terminate-thread server))
         #+sb-fiber (t (sb-fiber-http:stop-server server))))
 
 (defun serve (port kind &optional (carriers (sb-ext:posix-getenv "P")))

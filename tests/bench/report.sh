@@ -87,11 +87,11 @@ record() {
 
 # take TABLE RUNTIME CASE COMMAND...
 take() {
-    table=$1 runtime=$2 case=$3
+    in_table=$1 of=$2 name=$3
     shift 3
-    echo "$table, round $((round + 1)): $runtime, $case" >&2
+    echo "$in_table, round $((round + 1)): $of, $name" >&2
     { timeout 600 "$@" 2>>"$directory/log" </dev/null || echo "FAILED $*"; } |
-        record "$table" "$runtime" "$case"
+        record "$in_table" "$of" "$name"
 }
 
 ours() { take "$1" "$2" "$3" sh "$here/run.sh" $4; }
@@ -100,7 +100,7 @@ peer() { ! have "$2" || take "$1" "$3" "$4" sh "$here/peers/run.sh" "$2" $5; }
 # serve TABLE RUNTIME KIND CONNECTIONS [CASE]: what wrk measures
 serve() {
     for c in $4; do
-        KINDS=$3 CONNECTIONS=$c take "$1" "$2" "${5:-$c}" \
+        take "$1" "$2" "${5:-$c}" env KINDS="$3" CONNECTIONS="$c" \
             sh "$here/compare-http.sh" 1 "$seconds"
     done
 }
@@ -207,14 +207,14 @@ scale_round() {
 
 lisp_round() {
     for DELAY in 0 10; do
-        case=hello
-        if [ $DELAY = 0 ]; then unset DELAY; else export DELAY; case="a handler that waits 10 ms"; fi
+        what=hello
+        if [ $DELAY = 0 ]; then unset DELAY; else export DELAY; what="waits 10 ms"; fi
         for c in 10 100 1000; do
-            serve lisp "stock Hunchentoot on threads" threads "$c" "$case c=$c"
-            serve lisp "stock Hunchentoot on fibers" fibers "$c" "$case c=$c"
-            serve lisp "fiber-acceptor" fast "$c" "$case c=$c"
-            serve lisp "Clack's handler" clack "$c" "$case c=$c"
-            [ -z "${WOO_SOURCE-}" ] || serve lisp "Woo" woo "$c" "$case c=$c"
+            serve lisp "stock Hunchentoot on threads" threads "$c" "$what c=$c"
+            serve lisp "stock Hunchentoot on fibers" fibers "$c" "$what c=$c"
+            serve lisp "fiber-acceptor" fast "$c" "$what c=$c"
+            serve lisp "Clack's handler" clack "$c" "$what c=$c"
+            [ -z "${WOO_SOURCE-}" ] || serve lisp "Woo" woo "$c" "$what c=$c"
         done
     done
     unset DELAY

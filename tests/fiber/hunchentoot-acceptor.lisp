@@ -172,8 +172,16 @@
        (octets-string-of answer)))
    port))
 
+;;; The second may be another one by then.
+(defun without-time (line)
+  "LINE, without what tells when the reply was made."
+  (let ((name (find-if (lambda (name) (eql 0 (search name line))) '("Date: " "Last-Modified: "))))
+    (if name
+        (subseq line 0 (length name))
+        line)))
+
 (defun split-reply (answer)
-  "Status line, sorted fields but the date, and rest of ANSWER."
+  "Status line, sorted fields without times, and rest of ANSWER."
   (let* ((crlf (coerce '(#\Return #\Newline) 'string))
          (end (search (concatenate 'string crlf crlf) answer))
          (lines (loop with start = 0
@@ -181,7 +189,7 @@
                       collect (subseq answer start (or next end))
                       while next do (setf start (+ next 2)))))
     (list (first lines)
-          (sort (remove-if (lambda (line) (eql 0 (search "Date: " line))) (rest lines)) #'string<)
+          (sort (mapcar #'without-time (rest lines)) #'string<)
           (and end (subseq answer (+ end 4))))))
 
 ;;;; The same as stock

@@ -48,7 +48,8 @@
       (unless done
         (dolist (scheduler schedulers) (free-poller (scheduler-poller scheduler) #'any-poller))))
     ;; WAKE-ONE-IDLE prefers low numbers of pollers, and ENOUGH-AT-WORK-P who is in front.
-    (coerce (nreverse schedulers) 'simple-vector)))
+    (sort (coerce schedulers 'simple-vector) #'<
+          :key (lambda (scheduler) (poller-index (scheduler-poller scheduler))))))
 
 ;;;; groups
 

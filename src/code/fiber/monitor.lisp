@@ -315,14 +315,24 @@ to end."
 (defun time-until-attempt (group)
   (and (need-spare-p group) 10000000))
 
+;;; Nobody but the monitor sees that all those begin to compute who are to be at work.
+(defconstant +longest-period-of-limit+ 20000000)
+
+(defun limit-carriers (group limited-p)
+  "Let no more schedulers of GROUP be at work than there are processors if LIMITED-P, and call for
+what nobody was called for, now or before."
+  (let ((was (fiber-group-limited-p group)))
+    (setf (fiber-group-limited-p group) limited-p)
+    (barrier (:memory))
+    (when (and (or was limited-p)
+               (> (length (fiber-group-schedulers group)) (fiber-group-processors group)))
+      (call-for-what-is-left group))))
+
 (defun run-monitor (group)
   (let ((supported (= 0 (%barrier-everywhere))))
     (loop until (eq (fiber-group-state group) :stopped)
           do (let ((period (look-period supported)))
                (start-spare-if-needed group)
-               ;; Nobody else would see that all those begin to compute who are to be at work.
-               (setf (fiber-group-limited-p group) (and period t))
-               (when period
-                 (look-at-carriers group period)
-                 (call-for-what-is-left group))
+               (when period (look-at-carriers group period))
+               (limit-carriers group (and period (<= period +longest-period-of-limit+)))
                (doze group (or period (time-until-attempt group)))))))

@@ -173,12 +173,19 @@ false if nothing is left there."
     (when scheduler
       (let* ((scheduler (truly-the scheduler scheduler))
              (group (truly-the fiber-group (scheduler-group scheduler))))
-        (setf (scheduler-left-alone-p scheduler) nil)
-        (barrier (:memory))
-        (when (and (/= (fiber-group-idle group) 0)
-                   (work-left-p group)
-                   (not (enough-at-work-p group :other scheduler)))
-          (wake-one-idle group))))))
+        (cond ((crowded-p group)
+               (seem-held-up scheduler)
+               (setf (scheduler-left-alone-p scheduler) nil)
+               (barrier (:memory))
+               (call-for-what-is-left group))
+              ((call-for-the-rest scheduler))
+              (t (pass-search-on scheduler)))))))
+
+(defun seem-held-up (scheduler)
+  "Let SCHEDULER not be counted as at work until it looks around again."
+  (let ((long-ago (logand (- (%cycle-count) (* 3 *cycles-per-millisecond*)) most-positive-word)))
+    (setf (scheduler-looked scheduler) long-ago
+          (scheduler-read scheduler) long-ago)))
 
 (defun shed-work (scheduler group fiber)
   "Let other schedulers of GROUP, of which enough are at work, run FIBER, if it is not NIL, and what
@@ -192,7 +199,7 @@ is queued in SCHEDULER."
 (defun search-for-work (scheduler)
   "Return a fiber for SCHEDULER to run, or NIL."
   (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
-         (too-many-p (enough-at-work-p group :last scheduler))
+         (too-many-p (enough-at-work-p group scheduler))
          (found (look-around scheduler too-many-p)))
     (cond (too-many-p
            (shed-work scheduler group found)
