@@ -239,8 +239,8 @@ another one."
   (logand (- now before) most-positive-word)) ; many if another processor's counter is behind
 
 (defun at-work-p (scheduler now)
-  "Has SCHEDULER, which is not idle, run something else a millisecond ago, or less, at NOW, a count of
-cycles? It may have since then."
+  "Has SCHEDULER, which is not idle, run something else a millisecond before NOW, a count of cycles,
+or later? It may have since then."
   (declare (scheduler scheduler) (word now))
   (let ((limit *cycles-per-millisecond*))
     (flet ((recent-p (then)

@@ -26,7 +26,8 @@ medians='
         return n % 2 ? v[(n + 1) / 2] : (v[n / 2] + v[n / 2 + 1]) / 2
     }
     function number(x) {
-        return x >= 1000 ? sprintf("%d", x + 0.5) : x >= 10 ? sprintf("%.1f", x) : sprintf("%.3g", x)
+        if (x >= 1000) return sprintf("%d", x + 0.5)
+        return x >= 10 ? sprintf("%.1f", x) : sprintf("%.3g", x)
     }
     $1 == table && $5 == key {
         if (!($2 in rows)) { rows[$2] = 1; row[++nrows] = $2 }
@@ -42,12 +43,12 @@ with_medians() {
 
 measured() { awk -F, -v table="$1" '$1 == table { found = 1 } END { exit !found }' "$csv"; }
 
-# show TABLE KEY HEAD: the medians, and how far the rounds are apart.
+# show TABLE KEY HEAD: the medians, and how far the rounds are apart; nothing if there are none.
 show() {
-    echo "**$3**"
-    echo
     with_medians 'END {
-        printf "| |"; for (j = 1; j <= ncolumns; j++) printf " %s |", column[j]; print ""
+        if (!nrows) exit
+        printf "**%s**\n\n| |", head
+        for (j = 1; j <= ncolumns; j++) printf " %s |", column[j]; print ""
         printf "|---|"; for (j = 1; j <= ncolumns; j++) printf "---:|"; print ""
         for (i = 1; i <= nrows; i++) {
             printf "| %s |", row[i]
@@ -60,8 +61,8 @@ show() {
                 } else printf " |"
             print ""
         }
-    }' -v table="$1" -v key="$2"
-    echo
+        print ""
+    }' -v table="$1" -v key="$2" -v head="$3"
 }
 
 # behind TABLE KEY higher|lower OURS: the cases in which another program is better than the best of
@@ -76,7 +77,9 @@ behind() {
                     m = middle(row[i], column[j])
                     if (row[i] ~ ours) {
                         if (!found || sign * m > sign * best) { best = m; found = 1 }
-                    } else if (!other || sign * m > sign * theirs) { theirs = m; who = row[i]; other = 1 }
+                    } else if (!other || sign * m > sign * theirs) {
+                        theirs = m; who = row[i]; other = 1
+                    }
                 }
             if (found && other && sign * theirs > sign * best)
                 printf "- %s: %s has %s, we %s (%.2f)\n", column[j], who, number(theirs),
@@ -115,7 +118,8 @@ set logscale x
 set key outside right
 set grid
 ${6-set yrange [0:*]}
-plot for [i=0:$((n - 1))] "$directory/.data" index i using 1:2 with linespoints title columnheader(1)
+plot for [i=0:$((n - 1))] "$directory/.data" index i using 1:2 with linespoints \\
+    title columnheader(1)
 END
     rm -f "$directory/.data"
     echo "![$4]($3.svg)"
@@ -128,17 +132,19 @@ version() { command -v "$1" >/dev/null 2>&1 && { shift; "$@" 2>&1 | head -n 1; }
     cat <<END
 # Benchmarks
 
-Measured by \`sh tests/bench/report.sh\` at commit $(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown) on $(date -u +%Y-%m-%d). Each table was
-measured in one run, all programs in turns; a cell is the median of the rounds, and half of the distance
-between the lowest and the highest of them. Server and client share one machine, so the figures are for comparing,
-and not for what a server alone could do; differences smaller than the spread mean nothing. P is the number
-of carriers.
+Measured by \`sh tests/bench/report.sh\` at commit
+$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown) on $(date -u +%Y-%m-%d).
+Each table was measured in one run, all programs in turns; a cell is the median of the rounds, and
+half of the distance between the lowest and the highest of them. Server and client share one
+machine, so the figures are for comparing, and not for what a server alone could do; differences
+smaller than the spread mean nothing. P is the number of carriers.
 
 - Processor: $(nproc) x$(sed -n 's/^model name[^:]*://p' /proc/cpuinfo | head -n 1)
 - Memory: $(awk '/^MemTotal/ { printf "%d GB", $2 / 1048576 + 0.5 }' /proc/meminfo)
 - Kernel: $(uname -sr)
 $(for line in "gcc: $(version gcc gcc --version)" "Go: $(version go go version)" \
-    "Rust: $(version rustc rustc --version)" "Java: $(version "${JAVA:-java}" "${JAVA:-java}" -version)" \
+    "Rust: $(version rustc rustc --version)" \
+    "Java: $(version "${JAVA:-java}" "${JAVA:-java}" -version)" \
     "Ruby: $(version "${RUBY:-ruby}" "${RUBY:-ruby}" --version)"; do
     case $line in *": ") ;; *) echo "- $line" ;; esac
 done)
@@ -150,10 +156,11 @@ END
         cat <<END
 ## Hello world with Hunchentoot
 
-Requests a second by the number of connections. *fibers*: EASY-FIBER-ACCEPTOR; *threads*: Hunchentoot's own
-acceptor, a thread for each connection. For orientation, from the investigation that this fork comes out of, of an
-earlier fork and on another machine (16 processors), 10,000 connections: fibers 3,219 at first, 86,560 with 4 carriers after three
-steps, 11,541 with 16 carriers; threads 48,000; Java's virtual threads 160,000.
+Requests a second by the number of connections. *fibers*: EASY-FIBER-ACCEPTOR; *threads*:
+Hunchentoot's own acceptor, a thread for each connection. For orientation, what the investigation
+that this fork comes out of had with an earlier fork, on another machine (16 processors), at 10,000
+connections: fibers 3,219 at first, and 86,560 with 4 carriers after three steps, 11,541 with 16
+carriers; threads 48,000; Java's virtual threads 160,000.
 
 END
         chart http rps http "Hello world, requests a second" connections
@@ -202,8 +209,8 @@ END
         cat <<END
 ## Echo over loopback TCP
 
-An octet there and back, client and server in one process, by the number of connections. There is one
-kind of poller, \`:one-shot\`.
+An octet there and back, client and server in one process, by the number of connections. There is
+one kind of poller, \`:one-shot\`.
 
 END
         show rpc ops_per_s "Round trips a second"
