@@ -153,6 +153,19 @@
 
 ;;;; more carriers than processors
 
+;;; A second stands for a millisecond: this thread may be kept from a processor for longer than that.
+(defmacro with-limit (&body body)
+  "Execute BODY where migration is not forced, and cycles are measured: else there is no limit."
+  `(progn
+     (with-group (group 1))
+     (let ((forced sb-fiber::*force-migration*) (cycles sb-fiber::*cycles-per-millisecond*))
+       (unwind-protect
+            (progn (setf sb-fiber::*force-migration* nil
+                         sb-fiber::*cycles-per-millisecond* (* 1000 cycles))
+                   ,@body)
+         (setf sb-fiber::*force-migration* forced
+               sb-fiber::*cycles-per-millisecond* cycles)))))
+
 (defun note-look (scheduler milliseconds)
   "Let SCHEDULER have looked around MILLISECONDS ago."
   (setf (sb-fiber::scheduler-looked scheduler)
@@ -160,76 +173,76 @@
 
 ;;; Prevents: one that computes, or sleeps, and keeps others from being woken.
 (test who-is-at-work
-  (with-group (group 1))                ; measures the cycles
-  (destructuring-bind (first second third) (schedulers 3)
-    (let ((group (sb-fiber::scheduler-group first)))
-      (flet ((enough-p (&optional last) (sb-fiber::enough-at-work-p group last)))
-        (dolist (scheduler (list first second third)) (note-look scheduler 0))
-        (setf (sb-fiber::fiber-group-processors group) 2)
-        (is-false (enough-p) "No monitor looks.")
-        (setf (sb-fiber::fiber-group-limited-p group) t)
-        (is-true (enough-p))
-        (is-true (enough-p third))
-        (is-false (enough-p second) "There is one in front of the second.")
-        (note-look first 1000)
-        (is-true (enough-p))
-        (is-false (enough-p third) "The first computes.")
-        (sb-fiber::enter-idle group 2)
-        (is-false (enough-p) "The second sleeps.")
-        (sb-fiber::leave-idle group 2)
-        (note-look first -1)
-        (is-true (enough-p third) "Another processor's counter may be ahead.")
-        (setf (sb-fiber::fiber-group-processors group) 3)
-        (is-false (enough-p))))))
+  (with-limit
+    (destructuring-bind (first second third) (schedulers 3)
+      (let ((group (sb-fiber::scheduler-group first)))
+        (flet ((enough-p (&optional last) (sb-fiber::enough-at-work-p group last)))
+          (dolist (scheduler (list first second third)) (note-look scheduler 0))
+          (setf (sb-fiber::fiber-group-processors group) 2)
+          (is-false (enough-p) "No monitor looks.")
+          (setf (sb-fiber::fiber-group-limited-p group) t)
+          (is-true (enough-p))
+          (is-true (enough-p third))
+          (is-false (enough-p second) "There is one in front of the second.")
+          (note-look first 10)
+          (is-true (enough-p))
+          (is-false (enough-p third) "The first computes.")
+          (sb-fiber::enter-idle group 2)
+          (is-false (enough-p) "The second sleeps.")
+          (sb-fiber::leave-idle group 2)
+          (note-look first -1)
+          (is-true (enough-p third) "Another processor's counter may be ahead.")
+          (setf (sb-fiber::fiber-group-processors group) 3)
+          (is-false (enough-p)))))))
 
 ;;; Prevents: carriers that are called for nothing, and fibers for which nobody is.
 (test who-is-called-for-what-is-left
-  (with-group (group 1))
-  (destructuring-bind (first second) (schedulers 2)
-    (let ((group (sb-fiber::scheduler-group first)))
-      (setf (sb-fiber::fiber-group-limited-p group) t)
-      (sb-fiber::enter-idle group 2)
-      (flet ((called-p (call)
-               (note-look first 0)
-               (funcall call)
-               (prog1 (= 0 (sb-fiber::fiber-group-idle group))
-                 (sb-fiber::enter-idle group 2))))
-        (let ((tick (lambda () (sb-fiber::limit-carriers group t)))
-              (other-work (let ((carrier (sb-fiber::%make-carrier group 0 first)))
-                            (lambda () (sb-fiber::leave-queue carrier)))))
-          (is-false (called-p tick) "Nothing is left.")
-          (is-false (called-p other-work) "Nothing is left.")
-          (queue-in first (make-fiber #'identity))
-          (is-false (called-p tick) "The first is at work.")
-          (is-true (called-p other-work) "It is about to do something else.")
-          (is-true (called-p (lambda ()
-                               (note-look first 1000)
-                               (funcall tick)))
-                   "It computes.")
-          (take-from first)
-          (sb-fiber::injector-put (sb-fiber::fiber-group-injector group) (make-fiber #'identity))
-          (is-true (called-p other-work) "Something is in the injector.")
-          (is-true (called-p (lambda () (sb-fiber::limit-carriers group nil)))
-                   "There is no limit any more."))
-        (is (eq second (svref (sb-fiber::fiber-group-schedulers group) 1)))))))
+  (with-limit
+    (destructuring-bind (first second) (schedulers 2)
+      (let ((group (sb-fiber::scheduler-group first)))
+        (setf (sb-fiber::fiber-group-limited-p group) t)
+        (sb-fiber::enter-idle group 2)
+        (flet ((called-p (call)
+                 (note-look first 0)
+                 (funcall call)
+                 (prog1 (= 0 (sb-fiber::fiber-group-idle group))
+                   (sb-fiber::enter-idle group 2))))
+          (let ((tick (lambda () (sb-fiber::limit-carriers group t)))
+                (other-work (let ((carrier (sb-fiber::%make-carrier group 0 first)))
+                              (lambda () (sb-fiber::leave-queue carrier)))))
+            (is-false (called-p tick) "Nothing is left.")
+            (is-false (called-p other-work) "Nothing is left.")
+            (queue-in first (make-fiber #'identity))
+            (is-false (called-p tick) "The first is at work.")
+            (is-true (called-p other-work) "It is about to do something else.")
+            (is-true (called-p (lambda ()
+                                 (note-look first 10)
+                                 (funcall tick)))
+                     "It computes.")
+            (take-from first)
+            (sb-fiber::injector-put (sb-fiber::fiber-group-injector group) (make-fiber #'identity))
+            (is-true (called-p other-work) "Something is in the injector.")
+            (is-true (called-p (lambda () (sb-fiber::limit-carriers group nil)))
+                     "There is no limit any more."))
+          (is (eq second (svref (sb-fiber::fiber-group-schedulers group) 1))))))))
 
 ;;; Prevents: fibers that wait for descriptors where nobody looks, or where a report wakes one too
 ;;; many.
 (test where-those-wait-who-run-on-one-too-many
-  (with-group (group 1))
-  (let* ((schedulers (schedulers 5))
-         (group (sb-fiber::scheduler-group (first schedulers))))
-    (setf (sb-fiber::fiber-group-processors group) 3)
-    (dolist (scheduler schedulers) (note-look scheduler 0))
-    (flet ((places ()
-             (loop for scheduler in schedulers
-                   collect (position (sb-fiber::scheduler-instead-of scheduler group)
-                                     schedulers))))
-      (is (equal '(0 1 2 0 1) (places)))
-      (note-look (first schedulers) 1000)
-      (is (equal '(nil 1 2 nil 1) (places)) "The first computes.")
-      (sb-fiber::enter-idle group 1)
-      (is (equal '(0 1 2 0 1) (places)) "It sleeps, and will be woken."))))
+  (with-limit
+    (let* ((schedulers (schedulers 5))
+           (group (sb-fiber::scheduler-group (first schedulers))))
+      (setf (sb-fiber::fiber-group-processors group) 3)
+      (dolist (scheduler schedulers) (note-look scheduler 0))
+      (flet ((places ()
+               (loop for scheduler in schedulers
+                     collect (position (sb-fiber::scheduler-instead-of scheduler group)
+                                       schedulers))))
+        (is (equal '(0 1 2 0 1) (places)))
+        (note-look (first schedulers) 10)
+        (is (equal '(nil 1 2 nil 1) (places)) "The first computes.")
+        (sb-fiber::enter-idle group 1)
+        (is (equal '(0 1 2 0 1) (places)) "It sleeps, and will be woken.")))))
 
 ;;; Prevents: fibers that are lost, or turned round, where a carrier is one too many.
 (test what-is-too-much-is-injected
