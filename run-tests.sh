@@ -8,6 +8,8 @@
 #                  thread and in fibers (see tests/in-fibers/harness.lisp);
 #   NAME-moving    a suite of tests/fiber/ such that each fiber is resumed by
 #                  another carrier than before;
+#   NAME-persistent, NAME-moving-persistent
+#                  a suite of tests/fiber/ with pollers of that kind;
 #   long           fibers made and ended in all ways for twenty minutes, after
 #                  which no memory, descriptor or stack is lost;
 #   plain          is a build without fibers upstream's SBCL, file by file: the C
@@ -17,7 +19,8 @@
 #                  (to run one of them:
 #                  cd build/sbcl/tests && sh run-tests.sh FILE).
 # Without a name, all but long are run, and those about locks, waits, descriptors,
-# time, channels and scopes also as NAME-moving.  The last line says how many checks passed and
+# time, channels and scopes also as NAME-moving, those about descriptors also as
+# NAME-persistent and NAME-moving-persistent.  The last line says how many checks passed and
 # how many failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT seconds (300; 1800 for long),
 # counts as one that failed.  Logs are left in build/tests/.
 
@@ -36,12 +39,24 @@ if [ $# = 0 ]; then
                 yield occasion scope; do
         set -- "$@" "$name-moving"
     done
+    for name in io socket select closing hunchentoot http-server; do
+        set -- "$@" "$name-persistent" "$name-moving-persistent"
+    done
+    set -- "$@" reuse-persistent # which is about the order on one carrier
     set -- "$@" in-fibers plain upstream
 fi
+
+# file_of NAME: NAME without what tells how it is run
+file_of() {
+    set -- "${1%-persistent}"
+    echo "${1%-moving}"
+}
+
 for name; do
     case $name in in-fibers | plain | upstream) continue ;; esac
-    [ -f "$root/tests/fiber/${name%-moving}.lisp" ] ||
-        die "there is no suite $name: no file tests/fiber/${name%-moving}.lisp"
+    file=$(file_of "$name")
+    [ -f "$root/tests/fiber/$file.lisp" ] ||
+        die "there is no suite $name: no file tests/fiber/$file.lisp"
 done
 
 needs=
@@ -81,15 +96,16 @@ passed=0 failed=0
 count() { passed=$((passed + $1)) failed=$((failed + $2)); }
 
 suite() {
-    status=0
-    case $1 in *-moving) moving=1 ;; *) moving=${SB_FIBER_FORCE_MIGRATION-} ;; esac
+    status=0 file=$(file_of "$1")
+    case $1 in *-moving*) moving=1 ;; *) moving=${SB_FIBER_FORCE_MIGRATION-} ;; esac
+    case $1 in *-persistent) poller=persistent ;; *) poller=${SB_FIBER_POLLER-} ;; esac
     case $1 in long) limit=${SUITE_TIMEOUT:-1800} ;; *) limit=${SUITE_TIMEOUT:-300} ;; esac
-    SB_FIBER_FORCE_MIGRATION=$moving timeout -k 10 "$limit" \
+    SB_FIBER_FORCE_MIGRATION=$moving SB_FIBER_POLLER=$poller timeout -k 10 "$limit" \
         sh "$root/run-sbcl.sh" --noinform --disable-ldb \
         --no-sysinit --no-userinit --non-interactive \
-        --load "$root/tests/fiber/run.lisp" "${1%-moving}" \
+        --load "$root/tests/fiber/run.lisp" "$file" \
         </dev/null >"$logs/$1.log" 2>&1 || status=$?
-    counts=$(sed -n "s/^${1%-moving}: \([0-9]*\) passed, \([0-9]*\) failed.*/\1 \2/p" \
+    counts=$(sed -n "s/^$file: \([0-9]*\) passed, \([0-9]*\) failed.*/\1 \2/p" \
                  "$logs/$1.log" | tail -n 1)
     case $counts:$status in
         *" 0:0" | *" "[1-9]*:1)

@@ -36,6 +36,7 @@
 ;;;;   stack       *  stacks, and what a fiber starts with; runtime/fiber-stack.c for where they lie
 ;;;;   poller      *  how readiness is found out; runtime/fiber-poller.c for epoll
 ;;;;   waiter-map  *  which fibers wait for which descriptor
+;;;;   readiness   *  descriptors that are registered once, and what was reported meanwhile
 ;;;;   scheduler      the structures of schedulers, carriers and groups
 ;;;;   headroom       how much of the stack must be left for a wait, or a wake-up
 ;;;;   population     how many fibers a group has, and whether it takes more

@@ -31,7 +31,7 @@
 
 static uint32_t to_epoll(int directions)
 {
-    return EPOLLET | EPOLLONESHOT
+    return EPOLLET | (directions & KEEP ? 0 : EPOLLONESHOT)
         | (directions & INPUT ? EPOLLIN | EPOLLPRI | EPOLLRDHUP : 0)
         | (directions & OUTPUT ? EPOLLOUT : 0);
 }
@@ -84,17 +84,17 @@ void fiber_poller_wake(int wakeup)
     errno = saved_errno;
 }
 
-/* Report the next readiness of FD in DIRECTIONS, once. 0 or an errno. The descriptor is
- * registered already, as a rule; if it was closed behind our back it is not, and if its
- * number was closed while a duplicate lives on, ADD finds it there after MOD did not. */
+/* Report the next readiness of FD in DIRECTIONS, once, or with KEEP each time. 0 or an errno. The
+ * descriptor is registered already unless it is FRESH, as a rule; if it was closed behind our back
+ * it is not, and if its number was closed while a duplicate lives on, or another thread was faster,
+ * ADD finds it there. */
 int fiber_poller_arm(int epoll, int fd, int directions, uint64_t data)
 {
     struct epoll_event event = { .events = to_epoll(directions), .data.u64 = data };
-    for (int tries = 0; tries < 3; ++tries) {
-        if (!epoll_ctl(epoll, EPOLL_CTL_MOD, fd, &event)) return 0;
-        if (errno != ENOENT) return errno;
-        if (!epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event)) return 0;
-        if (errno != EEXIST) return errno;
+    bool add = directions & FRESH;
+    for (int tries = 0; tries < 6; ++tries, add = !add) {
+        if (!epoll_ctl(epoll, add ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd, &event)) return 0;
+        if (errno != (add ? EEXIST : ENOENT)) return errno;
     }
     return errno;
 }

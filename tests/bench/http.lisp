@@ -8,6 +8,7 @@
 ;;;; more information.
 
 (require :asdf)
+(load (merge-pathnames "measure.lisp" *load-truename*))
 (dolist (name '("sb-fiber-http" "sb-fiber-hunchentoot" "clack-handler-sb-fiber"))
   (asdf:load-asd (merge-pathnames (format nil "../../contrib/~A/~:*~A.asd" name)
                                   *load-truename*)))

@@ -38,7 +38,7 @@
 (defun leave (control &rest arguments)
   (format t "RESULT ~?~%" control arguments)
   (finish-output)
-  (sb-ext:exit :abort t))
+  (sb-ext:exit :code 0 :abort t))
 
 (defun runtime-name (kind)
   (if (string= kind "fibers") "sbcl-fiber" "sbcl-threads"))

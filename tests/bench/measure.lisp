@@ -16,6 +16,10 @@
 
 (defparameter *carriers* (parse-integer (sb-ext:posix-getenv "P")))
 
+#+sb-fiber
+(when (equal (sb-ext:posix-getenv "POLLER") "persistent")
+  (setf sb-fiber::*default-poller* :persistent))
+
 (defun nanoseconds ()
   (multiple-value-bind (seconds nanoseconds)
       (sb-unix:clock-gettime sb-unix:clock-monotonic)

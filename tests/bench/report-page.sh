@@ -209,12 +209,15 @@ END
         cat <<END
 ## Echo over loopback TCP
 
-An octet there and back, client and server in one process, by the number of connections. There is
-one kind of poller, \`:one-shot\`.
+An octet there and back, client and server in one process, by the number of connections; then a
+loop that reads requests and writes replies, and looks at nothing. \`one-shot\` and \`persistent\`
+are the kinds of pollers; the first is the default.
 
 END
         show rpc ops_per_s "Round trips a second"
         behind rpc ops_per_s higher "SBCL fibers"
+        show rpc rps "Requests a second to a server that looks at nothing"
+        behind rpc rps higher "SBCL fibers"
     fi
     if measured scale; then
         cat <<END

@@ -182,13 +182,25 @@ rpc_round() {
     for c in 1 100 1000; do
         for P in 1 2; do
             export P
-            ours rpc "SBCL fibers P=$P" "$c" "rpc $c $seconds"
+            for POLLER in one-shot persistent; do
+                export POLLER
+                ours rpc "SBCL fibers, $POLLER, P=$P" "$c" "rpc $c $seconds"
+            done
+            unset POLLER
             for language in c go java rust; do
                 peer rpc $language "$language P=$P" "$c" "rpc $c $seconds"
             done
         done
         unset P
         ours rpc "SBCL threads" "$c" "rpc $c $seconds threads"
+    done
+    for POLLER in one-shot persistent; do
+        export POLLER
+        serve rpc "SBCL fibers, $POLLER" raw "10 100 1000"
+    done
+    unset POLLER
+    for language in c go rust; do
+        ! have $language || serve rpc $language $language-raw "10 100 1000"
     done
 }
 

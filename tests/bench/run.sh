@@ -55,6 +55,7 @@
 #   P      how many carriers: by default 1, and a carrier for each processor
 #          with http, pipe, rpc, fairness and wake
 #   SBCL   another Lisp to run
+#   POLLER persistent: with pollers of that kind
 #   DELAY  with http, how many milliseconds the handlers of Hunchentoot and Clack wait
 #   BODY   with http, how many octets a reply has, instead of hello world
 #   PLAIN  for mutex-free, the command of an SBCL without fibers, say

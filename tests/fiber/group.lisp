@@ -82,6 +82,15 @@
 (defun carrier-threads-of (group)
   (mapcar #'sb-fiber::carrier-thread (sb-fiber::fiber-group-carriers group)))
 
+(test a-group-has-pollers-of-the-kind-that-was-asked-for
+  (flet ((keeps-p (group)
+           (unwind-protect
+                (loop for scheduler across (sb-fiber::fiber-group-schedulers group)
+                      collect (sb-fiber::poller-keeps-p (sb-fiber::scheduler-poller scheduler)))
+             (finish-fibers group))))
+    (is (equal '(t t) (keeps-p (start-fibers nil :carrier-count 2 :poller :persistent))))
+    (is (equal '(nil) (keeps-p (start-fibers nil :carrier-count 1 :poller :one-shot))))))
+
 ;;; Prevents: pollers that nobody frees; a second call that says it is done while carriers run.
 (test finish-again-after-unwinding
   (on-carriers (n)

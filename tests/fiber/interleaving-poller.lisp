@@ -169,8 +169,8 @@
   (holds *close-and-failure* :switches 3))
 
 (test bug-arming-for-one-direction-only
-  (with-changes (("ARM-CELL" "(wanted-directions cell index)"
-                             "(if (fd-cell-output cell) +output+ +input+)"))
+  (with-changes (("HOW-TO-ARM" "(wanted-directions cell index)"
+                               "(if (fd-cell-output cell) +output+ +input+)"))
     (fails *input-only*)))
 
 (test bug-not-arming-for-the-next-in-the-chain
@@ -187,13 +187,13 @@
     (fails *both-directions*)))
 
 (test bug-arming-before-waiting
-  (with-changes (("WAIT-FOR-FD" "(add-waiter cell fiber direction (poller-to-wait-in fiber) file)"
-                                "(progn
-                                   (wish-to-arm cell direction)
-                                   (arm-cell cell)
-                                   (append-waiter (fd-cell-input cell) fiber)
-                                   t)")
-                 ("ARM-CELL" "(wanted-directions cell index)" "+input+"))
+  (with-changes (("BEGIN-TO-WAIT" "(add-waiter cell fiber direction poller file)"
+                                  "(progn
+                                     (wish-to-arm cell direction)
+                                     (arm-cell cell)
+                                     (append-waiter (fd-cell-input cell) fiber)
+                                     :waits)")
+                 ("HOW-TO-ARM" "(wanted-directions cell index)" "+input+"))
     (fails *report-and-unpark*)))
 
 (test bug-timing-out-after-a-report
@@ -372,7 +372,7 @@
           (steps::call-on-file (lambda ()
                                  (unless *compared* (error 'called-without-comparing))
                                  (if (= 1 (incf calls)) -1 1))
-                               *cell* (steps::note-file *cell*) :input t)
+                               *cell* (steps::note-file *cell*) sb-fiber::+input+ t)
         (descriptor-closed () :closed)
         (called-without-comparing () :another)))))
 
@@ -437,3 +437,174 @@
 (test bug-not-waking-the-late
   (with-changes (("NOTE-CLOSED" "(wake-late-waiters cell mark)" "nil"))
     (fails *wait-and-close*)))
+
+;;;; A descriptor that is kept
+
+(defun use-keepers (&optional (epoll-ready sb-fiber::+output+))
+  "Let the pollers be :PERSISTENT. Nothing can be read yet. Return a second poller."
+  (setf *scheduler* (make-test-scheduler nil 0 t)
+        (epoll-ready *epoll*) epoll-ready
+        (sb-fiber::fd-cell-kind *cell*) :stream)
+  (let ((other (make-test-scheduler nil 1 t)))
+    (setf steps::*pollers* (vector (sb-fiber::scheduler-poller *scheduler*)
+                                   (sb-fiber::scheduler-poller other)
+                                   nil))
+    other))
+
+(defun receive-or-wait (fiber)
+  "Receive an octet as UNIX-READ-NOW does and those who call it. Return true at the end."
+  (in-test-fiber (fiber)
+    (loop
+      (when (= 1 (steps::proving-blocked (*cell* sb-fiber::+input+) (receive-octet)))
+        (return t))
+      (steps::wait-for-fd fiber *cell* sb-fiber::+input+ nil 0))))
+
+(defun received-problem (received n)
+  (or (problem (/= received n) "~D octets have been received." received)
+      (cell-problem)))
+
+(defparameter *kept-reader*
+  (history ((poller (use-keepers))
+            (reader (make-test-fiber))
+            (received 0))
+      (("reader" (loop repeat 2 do (receive-or-wait reader) (incf received)))
+       ("sender" (loop repeat 2 do (send-octet)))
+       ("epoll" (serve-epoll)))
+    (received-problem received 2)))
+
+(defparameter *two-kept-readers*
+  (history ((poller (use-keepers))
+            (first (make-test-fiber))
+            (second (make-test-fiber))
+            (received 0))
+      (("first" (receive-or-wait first) (incf received))
+       ("second" (receive-or-wait second) (incf received))
+       ("sender" (loop repeat 2 do (send-octet)))
+       ("epoll" (serve-epoll)))
+    (received-problem received 2)))
+
+;;; Who has read a part waits for the rest, which has been there as long, without trying.
+(defparameter *kept-and-not-tried*
+  (history ((poller (use-keepers))
+            (reader (make-test-fiber))
+            (received 0))
+      (("reader" (receive-or-wait reader)
+                 (in-test-fiber (reader)
+                   (steps::wait-for-fd reader *cell* sb-fiber::+input+ nil 0))
+                 (setf received (receive-octet)))
+       ("sender" (loop repeat 2 do (send-octet)))
+       ("epoll" (serve-epoll)))
+    (received-problem received 1)))
+
+;;; It reads once on each of two carriers.
+(defparameter *kept-by-another*
+  (history ((other (use-keepers))
+            (here *scheduler*)
+            (reader (make-test-fiber))
+            (received 0))
+      (("reader" (dolist (scheduler (list here other))
+                   (let ((*scheduler* scheduler)) (receive-or-wait reader))
+                   (incf received)))
+       ("sender" (loop repeat 2 do (send-octet)))
+       ("epoll" (serve-epoll))
+       ("other epoll" (serve-epoll (sb-fiber::scheduler-poller other))))
+    (received-problem received 2)))
+
+;;; One waits for input and one for output, on two carriers; there is room once it has been read.
+(defparameter *kept-for-both*
+  (history ((other (use-keepers 0))
+            (reader (make-test-fiber))
+            (writer (make-test-fiber))
+            (received 0) (written nil))
+      (("reader" (receive-or-wait reader)
+                 (incf received)
+                 (let ((epoll *epoll*))
+                   (perform :locked epoll 'armed
+                            (lambda () (setf (epoll-ready epoll) sb-fiber::+output+
+                                             (epoll-changed epoll) sb-fiber::+output+)))))
+       ("writer" (let ((*scheduler* other))
+                   (setf written (wait-for-output writer))))
+       ("sender" (send-octet))
+       ("epoll" (serve-epoll))
+       ("other epoll" (serve-epoll (sb-fiber::scheduler-poller other))))
+    (or (received-problem received 1) (results-problem :ready written))))
+
+;;; The keeper is freed while a fiber of another group waits in it, or is about to.
+(defparameter *keeper-that-is-freed*
+  (history ((other (use-keepers))
+            (heir (sb-fiber::scheduler-poller other))
+            (reader (make-test-fiber))
+            (poller (sb-fiber::scheduler-poller *scheduler*))
+            (keeper (setf (sb-fiber::fd-cell-keeper *cell*) 0))
+            (armed (setf (epoll-armed *epoll*) (logior sb-fiber::+keep+ 3)
+                         (epoll-data *epoll*) (sb-fiber::fd-cell-data *cell*)
+                         (epoll-poller *epoll*) (sb-fiber::poller-epoll poller)))
+            (writer (make-waiter #'(setf sb-fiber::fd-cell-output) nil))
+            (received 0))
+      (("reader" (let ((*scheduler* other)) (receive-or-wait reader))
+                 (incf received))
+       ("freer" (free-first-poller heir))
+       ("sender" (send-octet))
+       ("other epoll" (serve-epoll heir)))
+    (problem (/= received 1) "~D octets have been received." received)))
+
+(defparameter *kept-and-closed*
+  (history ((poller (use-keepers))
+            (reader (make-test-fiber))
+            (result nil))
+      (("reader" (setf result (multiple-value-bind (file last) (noted-file)
+                                (if (= last 2) :next (wait-for-file reader file)))))
+       ("closer" (close-and-reuse))
+       ("epoll" (serve-epoll)))
+    (or (problem (not (member result '(:closed :next))) "The result is ~S." result)
+        (phase-problem reader) (cell-problem))))
+
+(test no-edge-is-lost
+  (holds *kept-reader* :switches 3)
+  (holds *two-kept-readers* :switches 2)
+  (holds *kept-and-not-tried* :switches 3))
+
+(test keepers-that-change
+  (holds *kept-by-another* :switches 2)
+  (holds *kept-for-both* :switches 2)
+  (holds *keeper-that-is-freed* :switches 2)
+  (holds *kept-and-closed* :switches 3))
+
+(test bug-not-keeping-an-edge
+  (with-changes (("HANDLE-REPORT" "(note-readiness cell directions)" "nil"))
+    (fails *kept-reader*)))
+
+(test bug-forgetting-an-edge-that-came-since
+  (with-changes (("NOTE-BLOCKED" "(cas (fd-cell-readiness cell) seen
+                                       (readiness-with seen
+                                                       (logandc2 (logand seen 3) direction)))"
+                                 "(setf (fd-cell-readiness cell) 0)"))
+    (fails *kept-reader*)))
+
+(test bug-relying-on-a-keeper-that-has-reported
+  (with-changes (("CHOOSE-KEEPER" "(values index t)"
+                                  "(progn (setf (fd-cell-readiness cell) 0) (values index t))"))
+    (fails *kept-and-not-tried*)))
+
+(test bug-trusting-what-was-reported
+  (with-changes (("WAIT-FOR-FD" "(still-ready-p cell direction)" "t"))
+    (fails *kept-and-not-tried*)))
+
+(test bug-leaving-who-waits-in-the-old-keeper
+  (with-changes (("CHOOSE-KEEPER" "(or (fd-cell-input cell) (fd-cell-output cell))" "nil"))
+    (fails *kept-for-both*)))
+
+(test bug-a-new-keeper-that-is-not-armed
+  (with-changes (("HOW-TO-ARM" "(logior +keep+ +input+ +output+)" "(wanted-directions cell index)"))
+    (fails *kept-reader*)))
+
+(test bug-forgetting-after-arming
+  (with-changes (("ARM-CELL" "(unless (= leaving 0) (forget-in-pollers (fd-cell-fd cell) leaving))"
+                             "nil")
+                 ("ARM-CELL" "(unless (= errno 0) (refuse-waiters cell index data errno))"
+                             "(forget-in-pollers (fd-cell-fd cell) (poller-bit index))"))
+    (fails *kept-by-another*)))
+
+(test bug-a-keeper-of-the-past
+  (with-changes (("FORGET-POLLER-IN-CELLS" "(drop-keeper cell index)" "nil"))
+    (fails *keeper-that-is-freed*)))

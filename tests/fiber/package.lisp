@@ -84,6 +84,10 @@
   "Is the environment such that START-FIBERS forces migration?"
   (equal (sb-ext:posix-getenv "SB_FIBER_FORCE_MIGRATION") "1"))
 
+;;; All suites pass with pollers of both kinds.
+(when (equal (sb-ext:posix-getenv "SB_FIBER_POLLER") "persistent")
+  (setf sb-fiber::*default-poller* :persistent))
+
 (defun call-with-group (function carrier-count)
   ;; From one carrier there is nowhere to go.
   (let ((group (start-fibers nil :carrier-count (if (migration-wanted-p)

@@ -26,6 +26,10 @@
 (define-load-time-global *groups* '())
 (declaim (type list *groups*))
 
+(declaim (type (member :one-shot :persistent) *default-poller*))
+(define-load-time-global *default-poller* :one-shot
+  "The kind of the pollers of groups that are started with no other.")
+
 (defmethod print-object ((group fiber-group) stream)
   (print-unreadable-object (group stream :type t :identity t)
     (format stream "~@[~A ~]~(~A~), ~D carrier~:P, ~D fiber~:P"
@@ -38,12 +42,13 @@
     (when (and group (eq (fiber-group-state group) :running))
       (scheduler-poller (svref (fiber-group-schedulers group) 0)))))
 
-(defun make-schedulers (group n)
-  "A vector of N schedulers for GROUP; none is left over if there are not enough descriptors."
+(defun make-schedulers (group n kind)
+  "A vector of N schedulers for GROUP, with pollers of KIND; none is left over if there are not
+enough descriptors."
   (let ((schedulers '()) (done nil))
     (unwind-protect
          (loop repeat n
-               do (push (%make-scheduler group (make-poller)) schedulers)
+               do (push (%make-scheduler group (make-poller kind)) schedulers)
                finally (setf done t))
       (unless done
         (dolist (scheduler schedulers) (free-poller (scheduler-poller scheduler) #'any-poller))))
@@ -57,7 +62,7 @@
 
 (declaim (ftype (sfunction (&optional t &key (:carrier-count t) (:poller t) (:name t)) fiber-group)
                 start-fibers))
-(defun start-fibers (&optional fibers &key carrier-count (poller :one-shot) name)
+(defun start-fibers (&optional fibers &key carrier-count (poller *default-poller*) name)
   "Start a group of CARRIER-COUNT carriers, an integer from 1 to 62, submit FIBERS, a fiber or a
 list of fibers, to it, and return the group. The carriers run in the background until
 FINISH-FIBERS. By default there are as many as there are processors that the process may use, by
@@ -65,19 +70,18 @@ its affinity and the quota of its control group. Of more than that the rest slee
 compute for longer than a millisecond on those that do not.
 
 If FIBERS is NIL and there is no default group, the group becomes the default group, which
-SUBMIT-FIBER, FINISH-FIBERS and FIBER-GROUP-STATISTICS call T. POLLER says how descriptors are
-registered; it must be :ONE-SHOT, which is the default. NAME is a string designator, for printing.
+SUBMIT-FIBER, FINISH-FIBERS and FIBER-GROUP-STATISTICS call T. POLLER says how descriptors for
+which fibers wait are registered: with :ONE-SHOT, which is the default, for each wait anew; with
+:PERSISTENT once, which saves a system call for each wait after the first, but needs to be told of
+each close. NAME is a string designator, for printing.
 
 A TYPE-ERROR is signaled if an argument is something else, and an ERROR if the system has not
 enough descriptors or threads."
   (let ((n (carrier-count-argument carrier-count))
         (fibers (if (listp fibers) fibers (list fibers))))
-    (unless (eq poller :one-shot)
-      (error 'simple-type-error :datum poller :expected-type '(eql :one-shot)
-             :format-control "~@<~S is not a kind of poller; there is :ONE-SHOT.~:@>"
-             :format-arguments (list poller)))
+    (check-poller-kind poller)
     (without-interrupts ; else the group could be lost
-      (let ((group (allow-with-interrupts (make-running-group n name)))
+      (let ((group (allow-with-interrupts (make-running-group n name poller)))
             (done nil))
         (unwind-protect
              (setf done (if fibers
@@ -85,6 +89,12 @@ enough descriptors or threads."
                             (progn (cas *default-group* nil group) t)))
           (unless done (allow-with-interrupts (finish-surely group))))
         group))))
+
+(defun check-poller-kind (kind)
+  (unless (typep kind '(member :one-shot :persistent))
+    (error 'simple-type-error :datum kind :expected-type '(member :one-shot :persistent)
+           :format-control "~@<~S is not a kind of poller; there are ~S and ~S.~:@>"
+           :format-arguments (list kind :one-shot :persistent))))
 
 (defun submit-all (group fibers)
   (dolist (fiber fibers t)
@@ -119,7 +129,7 @@ interrupts off."
                   :format-control "~@<The carrier count ~S is not an integer from 1 to ~D.~:@>"
                   :format-arguments (list count max-pollers)))))
 
-(defun make-running-group (n name)
+(defun make-running-group (n name poller)
   (when (equal (posix-getenv "SB_FIBER_FORCE_MIGRATION") "1")
     (setf *force-migration* t))
   (setf *cycles-per-millisecond* (%cycles-per-millisecond))
@@ -127,18 +137,18 @@ interrupts off."
     (setf (fiber-group-processors group) (%processor-count))
     (without-interrupts
       (atomic-push group *groups*)
-      (let ((problem (problem-of-equipping group n)))
+      (let ((problem (problem-of-equipping group n poller)))
         (when problem
           (close-group group)
           (stop-group group)
           (with-local-interrupts (error problem)))))
     group))
 
-(defun problem-of-equipping (group n)
-  "Give GROUP schedulers, carriers and a monitor. Return NIL, or what was signalled."
+(defun problem-of-equipping (group n poller)
+  "Give GROUP N schedulers with pollers of the kind POLLER, carriers and a monitor. Return NIL, or what was signalled."
   (handler-case
       (progn
-        (setf (fiber-group-schedulers group) (make-schedulers group n))
+        (setf (fiber-group-schedulers group) (make-schedulers group n poller))
         (loop for scheduler across (fiber-group-schedulers group)
               do (start-carrier group scheduler))
         (setf (fiber-group-monitor group)
@@ -298,7 +308,7 @@ started for them."
 
 (defun run-in-new-group (fibers carrier-count)
   (without-interrupts ; else the group could be lost
-    (let ((group (allow-with-interrupts (make-running-group carrier-count nil)))
+    (let ((group (allow-with-interrupts (make-running-group carrier-count nil *default-poller*)))
           (done nil))
       (unwind-protect
            (with-local-interrupts

@@ -16,7 +16,8 @@
 ;;; wait; if it would, the fiber parks until the descriptor is ready and tries again.
 ;;;
 ;;; What cannot wait differs from file to file, and is kept in the descriptor's cell:
-;;;   :SOCKET  recv(2), send(2), sendmsg(2) with MSG_DONTWAIT
+;;;   :STREAM  recv(2), send(2), sendmsg(2) with MSG_DONTWAIT
+;;;   :SOCKET  likewise, of sockets for datagrams and other messages
 ;;;   :PIPE    preadv2(2), pwritev2(2) with RWF_NOWAIT
 ;;;   :POLL    poll(2) before the call: terminals and other devices, named pipes, and all pipes
 ;;;            before Linux 6.4. A pipe that is ready for output has room for PIPE_BUF bytes, so
@@ -113,13 +114,23 @@ negative number."
              (at-work-p other (%cycle-count)))
          other)))
 
+(defun begin-to-wait (fiber cell direction file)
+  (let ((poller (poller-to-wait-in fiber)))
+    (when (and (poller-keeps-p poller) (null (fd-cell-kind cell)))
+      (find-out-kind cell))
+    (add-waiter cell fiber direction poller file)))
+
 (defun wait-for-fd (fiber cell direction deadline file)
   "Park FIBER until the descriptor of CELL, which stands for FILE, is ready for DIRECTION. Returns
 :READY, :CLOSED, :AGAIN, :TIMEOUT, :INTERRUPTED, :PLAIN if it is of a kind that is always ready, or
 an errno if the kernel refuses to watch it. With interrupts off."
-  (unless (and (add-waiter cell fiber direction (poller-to-wait-in fiber) file)
-               ;; If the close is over, it wakes no fiber any more.
-               (or (>= file 0) (same-file-p cell file) (not (remove-waiter cell fiber direction))))
+  (loop
+    (ecase (begin-to-wait fiber cell direction file)
+      (:closed (return-from wait-for-fd :closed))
+      (:unproven (when (still-ready-p cell direction) (return-from wait-for-fd :ready)))
+      ((:waits :arm) (return))))
+  ;; If the close is over, it wakes no fiber any more.
+  (unless (or (>= file 0) (same-file-p cell file) (not (remove-waiter cell fiber direction)))
     (return-from wait-for-fd :closed))
   (loop
     (park (or *waited-for*
@@ -222,7 +233,7 @@ for that: the other end may be some fiber of this very carrier."
 
 (defun kind-of-fd (fd)
   (case (sb-unix:fd-type fd)
-    (:socket :socket)
+    (:socket (if (stream-socket-p fd) :stream :socket))
     (:fifo :pipe)
     ((:regular :directory :block) :plain)
     (t :poll)))
@@ -250,7 +261,7 @@ for that: the other end may be some fiber of this very carrier."
 (defmacro call-by-kind (cell &key socket pipe poll plain)
   `(flet ((try (kind)
             (case kind
-              (:socket ,socket)
+              ((:stream :socket) ,socket)
               (:pipe ,pipe)
               (:poll ,poll)
               (t ,plain))))
@@ -286,11 +297,12 @@ waiting. Elsewhere it waits as read(2) does."
       (sb-unix:unix-read fd sap n)))
 
 (defun read-by-kind (cell fd sap n)
-  (call-by-kind cell
-                :socket (%receive-now fd sap n)
-                :pipe (%read-now fd sap n)
-                :poll (if (poll-now fd +input+) (%plain-read fd sap n) (- sb-unix:ewouldblock))
-                :plain (%plain-read fd sap n)))
+  (proving-blocked (cell +input+)
+    (call-by-kind cell
+                  :socket (%receive-now fd sap n)
+                  :pipe (%read-now fd sap n)
+                  :poll (if (poll-now fd +input+) (%plain-read fd sap n) (- sb-unix:ewouldblock))
+                  :plain (%plain-read fd sap n))))
 
 ;;; A response of several pieces is not torn apart for the sake of a budget.
 (defmacro writing-now ((cell fd) in-fiber &body elsewhere)
@@ -319,11 +331,12 @@ waiting. Elsewhere it waits as write(2) does."
     (sb-unix:unix-write fd buffer offset n)))
 
 (defun write-by-kind (cell fd sap n)
-  (call-by-kind cell
-                :socket (%send-now fd sap n)
-                :pipe (%write-now fd sap n)
-                :poll (%polled-write fd sap n)
-                :plain (%plain-write fd sap n)))
+  (proving-blocked (cell +output+)
+    (call-by-kind cell
+                  :socket (%send-now fd sap n)
+                  :pipe (%write-now fd sap n)
+                  :poll (%polled-write fd sap n)
+                  :plain (%plain-write fd sap n))))
 
 (defun unix-writev-now (fd parts n)
   "As UNIX-WRITE-NOW, but write N pieces of memory, one behind the other, to the file descriptor FD,
@@ -335,11 +348,12 @@ has. The pieces, and PARTS, must not be moved meanwhile, see SB-SYS:WITH-PINNED-
     (count-or-errno (%plain-write-parts fd parts n))))
 
 (defun write-parts-by-kind (cell fd parts n)
-  (call-by-kind cell
-                :socket (%send-parts-now fd parts n)
-                :pipe (%write-parts-now fd parts n)
-                :poll (%polled-write-parts fd parts n)
-                :plain (%plain-write-parts fd parts n)))
+  (proving-blocked (cell +output+)
+    (call-by-kind cell
+                  :socket (%send-parts-now fd parts n)
+                  :pipe (%write-parts-now fd parts n)
+                  :poll (%polled-write-parts fd parts n)
+                  :plain (%plain-write-parts fd parts n))))
 
 ;;;; closing
 

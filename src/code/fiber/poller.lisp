@@ -14,7 +14,8 @@
 ;;;; the contract of the platform, in runtime/fiber-poller.c; nothing here calls epoll
 ;;;;
 ;;;;   open    make a poller
-;;;;   arm     report once when a descriptor is ready in a direction; at once if it is now
+;;;;   arm     report once when a descriptor is ready in a direction; at once if it is now. With
+;;;;           +KEEP+: report now, and whenever it becomes ready
 ;;;;   wait    sleep until there are reports, a time has come or a thread calls wake
 ;;;;   wake    end the poller's wait, from any thread
 ;;;;   forget  report nothing more about a descriptor, which is going to be closed
@@ -24,15 +25,19 @@
 
 (defconstant +input+ 1)
 (defconstant +output+ 2)
+(defconstant +keep+ 4)
+(defconstant +fresh+ 8)                 ; the descriptor is not armed there, most likely
 (defconstant max-pollers 62)            ; a fixnum has a bit for each
 
 (deftype descriptor () '(unsigned-byte 31))
 
 (defconstant events-per-wait 128)
 
-(defstruct (poller (:constructor %make-poller (index &optional (epoll -1)))
+(defstruct (poller (:constructor %make-poller (index &optional (epoll -1) keeps-p))
                    (:copier nil))
   (index 0 :type (mod #.max-pollers) :read-only t)
+  ;; True if it is :PERSISTENT, see fiber/readiness.lisp.
+  (keeps-p nil :type boolean :read-only t)
   (epoll -1 :type (signed-byte 32))
   (wakeup -1 :type (signed-byte 32))
   ;; The state of the scheduler's sleep: 0 awake, 1 asleep or about to be, 2 woken, 3 freed.
@@ -73,10 +78,10 @@
 ;;; The data of the event that WAKE makes: no descriptor has this number.
 (defconstant wakeup-data (1- (ash 1 32)))
 
-(defun make-poller ()
-  "A poller with a number of its own. Signals an error if the process has too many, or no
-descriptor left."
-  (let ((poller (%make-poller (claim-poller-index)))
+(defun make-poller (&optional (kind :one-shot))
+  "A poller of KIND, :ONE-SHOT or :PERSISTENT, with a number of its own. Signals an error if the
+process has too many, or no descriptor left."
+  (let ((poller (%make-poller (claim-poller-index) -1 (eq kind :persistent)))
         (done nil))
     (unwind-protect
          (setf (poller-events poller) (sb-alien::%make-alien (* events-per-wait 16))

@@ -18,6 +18,13 @@
 (defun await-room-elsewhere (cell)
   (park-until (nanoseconds-from-now 10000000) (fd-cell-writing cell)))
 
+(declaim (inline would-wait-p direction-number))
+(defun would-wait-p (result)
+  (and (eql result -1) (eql (get-errno) sb-unix:ewouldblock)))
+
+(defun direction-number (direction)
+  (ecase direction (:input +input+) (:output +output+)))
+
 (defmacro with-parking ((fd direction &key (when t)) &body call)
   "The value of CALL, a system call on FD that returns -1 and sets errno if it fails. While it fails
 with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it again, if WHEN."
@@ -28,24 +35,19 @@ with EAGAIN only because we do not want it to wait, wait for DIRECTION and do it
   (declare (function function) (dynamic-extent function))
   (if (parkable-fd-p fd)
       (within-budget-on-file (cell file fd +call-cost+)
-        (call-on-file function cell file direction when))
+        (call-on-file function cell file (direction-number direction) when))
       (call-natively function fd direction when)))
 
-(declaim (inline would-wait-p direction-number))
-(defun would-wait-p (result)
-  (and (eql result -1) (eql (get-errno) sb-unix:ewouldblock)))
-
-(defun direction-number (direction)
-  (ecase direction (:input +input+) (:output +output+)))
-
-(defun call-on-file (function cell file direction when)
+(defun call-on-file (function cell file direction when &optional proves)
   "What WITH-PARKING does in a fiber, with FUNCTION for the call. It is called only while CELL
-stands for FILE."
+stands for FILE. If PROVES, it would wait only if the descriptor is not ready for DIRECTION."
   (declare (function function))
   (let ((fd (fd-cell-fd cell)))
     (loop for tries of-type fixnum from 1
+          for seen of-type word = (fd-cell-readiness cell)
           do (ensure-same-file cell file)
              (let ((result (funcall function)))
+               (when (and proves (would-wait-p result)) (note-blocked cell seen direction))
                (unless (and when
                             (would-wait-p result)
                             (or (nonblocking-by-us-p fd)
@@ -54,9 +56,9 @@ stands for FILE."
                                 (not (same-file-p cell file))))
                  (return result))
                (with-interrupts
-                 (if (and (> tries 2) (eq direction :output) (not (stream-socket-p fd)))
+                 (if (and (> tries 2) (= direction +output+) (not (stream-socket-p fd)))
                      (await-room-elsewhere cell)
-                     (park-on-file cell file (direction-number direction) nil)))))))
+                     (park-on-file cell file direction nil)))))))
 
 (defun call-natively (function fd direction when)
   "What WITH-PARKING does where no fiber can park."
@@ -104,7 +106,7 @@ or is being closed: what is noted of the flag then would hold for the next file.
         (loop (ensure-same-file cell file)
               (when (prepare-to-accept cell file) (return))
               (fiber-yield))
-        (call-on-file function cell file :input t))
+        (call-on-file function cell file +input+ t t))
       (call-natively function fd :input t)))
 
 (defun nonblocking-by-us-p (fd)
@@ -179,7 +181,7 @@ with errno set."
                       (dx-flet ((call ()
                                   (%send fd (sap+ sap sent) (- length sent)
                                          (logior flags sb-unix:msg-dontwait))))
-                        (call-on-file #'call cell file :output waitp))))
+                        (call-on-file #'call cell file +output+ waitp t))))
             (transfer-all length waitp #'send-rest)))
         (dx-flet ((call () (%send fd sap length flags)))
           (call-natively #'call fd :output waitp)))))
@@ -202,6 +204,11 @@ more or fails; once, if not ALL. Return their number, or what CALL returned if t
                                                     int system-area-pointer system-area-pointer))
                  fd sap length flags (alien-sap address) (alien-sap size)))
 
+;;; What is out of band, or in the queue of errors, is not there when a read would not wait.
+(defun only-about-data-p (flags)
+  (not (logtest flags (lognot (logior sb-unix:msg-peek sb-unix:msg-waitall
+                                      sb-unix:msg-dontwait)))))
+
 ;;; What is only looked at stays: asking again would give the same bytes.
 (defun peeks-at-all-p (flags)
   (let ((both (logior sb-unix:msg-peek sb-unix:msg-waitall)))
@@ -219,7 +226,8 @@ call that waits does it. -1 and errno if it fails."
                          (dx-flet ((call ()
                                      (%receive fd (sap+ sap received) (- length received)
                                                (logior flags sb-unix:msg-dontwait) address size)))
-                           (call-on-file #'call cell file :input waitp))))
+                           (call-on-file #'call cell file +input+ waitp
+                                         (only-about-data-p flags)))))
                (transfer-all length
                              (and waitp (logtest flags sb-unix:msg-waitall) (stream-socket-p fd))
                              #'receive-rest))))

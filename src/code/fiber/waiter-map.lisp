@@ -20,11 +20,12 @@
 ;;;    with WAIT-RESULT NIL; a fiber that was taken out has a result: :READY, :CLOSED, :AGAIN or
 ;;;    the errno with which the kernel refused to arm;
 ;;;  - if a chain is not empty, the descriptor is armed for that direction in the poller whose
-;;;    number is INPUT-POLLER or OUTPUT-POLLER, or its report is being handled;
+;;;    number is INPUT-POLLER or OUTPUT-POLLER, or its report is being handled; or that poller is
+;;;    the KEEPER, which will report the next change, see fiber/readiness.lisp;
 ;;;  - KNOWN-TO has the bits of the pollers that have ever heard of the descriptor in its present
 ;;;    GENERATION (a poller may hear of it late, from a thread that arms while it is being closed:
 ;;;    the report of that one is dropped);
-;;;  - ARMING is 0.
+;;;  - ARMING is 0, and so is LEAVING.
 ;;;
 ;;;     state of a waiter          move                     by
 ;;;     in no chain -> in chain    ADD-WAITER, then arm     the fiber
@@ -68,6 +69,12 @@
   (input-poller 0 :type (mod #.max-pollers))
   (output-poller 0 :type (mod #.max-pollers))
   (arming 0 :type (unsigned-byte 3))
+  ;; The number of the poller that has the file registered for good, or NIL, and what it has
+  ;; reported, see fiber/readiness.lisp.
+  (keeper nil :type (or null (mod #.max-pollers)))
+  (readiness 0 :type word)
+  ;; The bits of pollers that are to forget the descriptor, of the thread that arms.
+  (leaving 0 :type (unsigned-byte 62))
   ;; What the fibers in INPUT and in OUTPUT show as what they wait for.
   (reading (list :read fd) :type list :read-only t)
   (writing (list :write fd) :type list :read-only t)
@@ -174,7 +181,11 @@ call ARM-CELL when it has released that."
     (setf (fd-cell-arming cell) (logior old directions +arming-now+))
     (not (logtest old +arming-now+))))
 
-(declaim (inline directions-of-poller next-arming))
+(declaim (inline poller-bit directions-of-poller next-arming))
+(defun poller-bit (index)
+  (declare (type (mod #.max-pollers) index))
+  (truly-the (unsigned-byte 62) (ash 1 index)))
+
 (defun directions-of-poller (cell index)
   (logior (if (= (fd-cell-input-poller cell) index) +input+ 0)
           (if (= (fd-cell-output-poller cell) index) +output+ 0)))
@@ -182,8 +193,9 @@ call ARM-CELL when it has released that."
 ;;; All the wishes that one system call fulfils are taken out, and no other: a wish for a direction
 ;;; whose waiters are in another poller by now is one for that.
 (defun next-arming (cell)
-  "Take wishes out of ARMING of CELL, and return the number of the poller in which to arm, or else
-NIL and be done. For the thread that arms, which holds the lock of CELL."
+  "Take wishes out of ARMING of CELL, and return the number of the poller in which to arm, and
+whether that has not heard of the descriptor yet; or else NIL and be done. For the thread that arms,
+which holds the lock of CELL."
   (let ((wishes (logand (fd-cell-arming cell) (logior +input+ +output+))))
     (cond ((= wishes 0)
            (setf (fd-cell-arming cell) 0)
@@ -191,18 +203,27 @@ NIL and be done. For the thread that arms, which holds the lock of CELL."
           (t
            (let ((index (if (logtest wishes +input+)
                             (fd-cell-input-poller cell)
-                            (fd-cell-output-poller cell))))
+                            (fd-cell-output-poller cell)))
+                 (known-to (fd-cell-known-to cell)))
              (setf (fd-cell-arming cell)
                    (logior +arming-now+ (logandc2 wishes (directions-of-poller cell index)))
-                   (fd-cell-known-to cell)
-                   (logior (fd-cell-known-to cell) (truly-the (unsigned-byte 62) (ash 1 index))))
-             index)))))
+                   (fd-cell-known-to cell) (logior known-to (poller-bit index)))
+             (values index (not (logbitp index known-to))))))))
+
+;;; The keeper is armed even if all that waited were woken meanwhile: the next to wait will rely on
+;;; it.
+(declaim (inline how-to-arm))
+(defun how-to-arm (cell index)
+  "What %POLLER-ARM is to be told for CELL in poller number INDEX, or 0."
+  (if (eql (fd-cell-keeper cell) index)
+      (logior +keep+ +input+ +output+)
+      (wanted-directions cell index)))
 
 ;;; FORGET-POLLER-IN-CELLS deals with the fibers that wait in a poller that is being freed.
-(declaim (ftype (sfunction ((mod #.max-pollers) descriptor (mod 4) word) (signed-byte 32))
+(declaim (ftype (sfunction ((mod #.max-pollers) descriptor (mod 16) word) (signed-byte 32))
                 arm-in-poller))
 (defun arm-in-poller (index fd directions data)
-  "Arm FD in poller number INDEX. Return 0 or an errno."
+  "Arm FD in poller number INDEX for DIRECTIONS, as %POLLER-ARM takes them. Return 0 or an errno."
   (let ((poller (svref *pollers* index)))
     (or (and (poller-p poller)
              (using-poller (poller (eq poller (svref *pollers* index)))
@@ -212,19 +233,25 @@ NIL and be done. For the thread that arms, which holds the lock of CELL."
 (defun arm-cell (cell)
   "Arm CELL for all that is wanted, until nothing new is. For the thread to which WISH-TO-ARM has
 returned true."
-  (loop
-    (let ((index nil) (directions 0) (data 0))
-      (declare (type (or null (mod #.max-pollers)) index) (type (mod 4) directions) (word data))
-      (with-tiny-lock ((fd-cell-lock cell))
-        (setf index (next-arming cell))
-        (when index
-          (setf directions (wanted-directions cell index)
-                data (fd-cell-data cell)))
-        nil)
-      (unless index (return))
-      (unless (= directions 0)          ; it may have been woken meanwhile
-        (let ((errno (arm-in-poller index (fd-cell-fd cell) directions data)))
-          (unless (= errno 0) (refuse-waiters cell index data errno)))))))
+  (let ((leaving 0))
+    (declare (type (unsigned-byte 62) leaving))
+    (loop
+      (let ((index nil) (freshp nil) (directions 0) (data 0))
+        (declare (type (or null (mod #.max-pollers)) index) (type (mod 16) directions) (word data))
+        (with-tiny-lock ((fd-cell-lock cell))
+          (setf (fd-cell-known-to cell) (logandc2 (fd-cell-known-to cell) leaving)
+                (values index freshp) (next-arming cell))
+          (when index
+            (setf directions (how-to-arm cell index)
+                  data (fd-cell-data cell)
+                  leaving (shiftf (fd-cell-leaving cell) 0)))
+          nil)
+        (unless index (return))
+        (unless (= leaving 0) (forget-in-pollers (fd-cell-fd cell) leaving))
+        (unless (= directions 0)        ; it may have been woken meanwhile
+          (when freshp (setf directions (logior directions +fresh+)))
+          (let ((errno (arm-in-poller index (fd-cell-fd cell) directions data)))
+            (unless (= errno 0) (refuse-waiters cell index data errno))))))))
 
 ;;; No report would come for these fibers.
 (declaim (ftype (sfunction (fd-cell (mod #.max-pollers) word (signed-byte 32)) t) refuse-waiters))
@@ -234,39 +261,54 @@ that of CELL."
   (let ((chain nil))
     (with-tiny-lock ((fd-cell-lock cell))
       (when (= data (fd-cell-data cell))
+        (when (eql (fd-cell-keeper cell) index) (setf (fd-cell-keeper cell) nil))
         (setf chain (take-waiters cell (wanted-directions cell index))))
       nil)
     (mapc #'unpark (release-waiters chain errno))))
 
 ;;;; waiting
 
-;;; A fiber that finds others waiting joins them in the poller that serves them.
+;;; A fiber that finds others waiting joins them in the poller that serves them; one that comes
+;;; first must not rely on a keeper that has reported since a call would have waited.
 (defmacro chain-waiter (place poller-place direction fiber poller)
-  `(cond ((null ,place)
-          (setf ,place ,fiber
-                ,poller-place (poller-index ,poller))
-          (wish-to-arm cell ,direction))
-         (t (append-waiter ,place ,fiber)
-            nil)))
+  "Let FIBER wait. Return :ARM if the caller is to call ARM-CELL, :UNPROVEN if FIBER does not wait,
+or else :WAITS."
+  `(cond (,place
+          (append-waiter ,place ,fiber)
+          :waits)
+         (t
+          (multiple-value-bind (index keptp)
+              (if (poller-keeps-p ,poller)
+                  (choose-keeper cell ,poller)
+                  (values (poller-index ,poller) nil))
+            (cond ((and keptp (logtest ,direction (fd-cell-readiness cell)))
+                   :unproven)
+                  (t
+                   (setf ,place ,fiber
+                         ,poller-place index)
+                   (cond (keptp :waits)
+                         ((wish-to-arm cell ,direction) :arm)
+                         (t :waits))))))))
 
-(declaim (ftype (sfunction (fd-cell fiber (mod 3) poller fixnum) boolean) add-waiter))
+(declaim (ftype (sfunction (fd-cell fiber (mod 3) poller fixnum)
+                           (member :waits :arm :unproven :closed))
+                add-waiter))
 (defun add-waiter (cell fiber direction poller file)
-  "Let FIBER wait in POLLER until CELL is ready for DIRECTION. Return false if CELL does not stand
-for FILE any more, see NOTE-FILE, or is closed already."
+  "Let FIBER wait in POLLER until CELL is ready for DIRECTION. Return :CLOSED if CELL does not stand
+for FILE any more, see NOTE-FILE, and :UNPROVEN if it may be ready now, and no report would come."
   (setf (fiber-wait-next fiber) nil
         (fiber-wait-result fiber) nil)
-  (when (with-tiny-lock ((fd-cell-lock cell))
-          (cond ((and (>= file 0) (/= file (fd-cell-generation cell)))
-                 (setf (fiber-wait-result fiber) :closed)
-                 nil)
-                ((= direction +input+)
-                 (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell) +input+
-                               fiber poller))
-                (t
-                 (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell) +output+
-                               fiber poller))))
-    (arm-cell cell))
-  (neq (fiber-wait-result fiber) :closed))
+  (let ((outcome (with-tiny-lock ((fd-cell-lock cell))
+                   (cond ((and (>= file 0) (/= file (fd-cell-generation cell)))
+                          :closed)
+                         ((= direction +input+)
+                          (chain-waiter (fd-cell-input cell) (fd-cell-input-poller cell) +input+
+                                        fiber poller))
+                         (t
+                          (chain-waiter (fd-cell-output cell) (fd-cell-output-poller cell) +output+
+                                        fiber poller))))))
+    (when (eq outcome :arm) (arm-cell cell))
+    outcome))
 
 (defmacro unchain-waiter (place fiber)
   `(let ((this ,place) (previous nil))
@@ -318,6 +360,10 @@ input and the one that waited for output, each or NIL, which must be woken."
                    (when (and (logtest directions +output+) (= (fd-cell-output-poller cell) index))
                      (setf writer (take-waiter (fd-cell-output cell))))
                    (let ((wanted (wanted-directions cell index)))
+                     ;; The keeper goes on to report the other direction.
+                     (when (eql (fd-cell-keeper cell) index)
+                       (note-readiness cell directions)
+                       (setf wanted (logand wanted directions)))
                      (and (/= wanted 0) (wish-to-arm cell wanted))))))
       (arm-cell cell))
     (values reader writer)))
@@ -337,6 +383,7 @@ keep the registration alive and report for another file that gets the number: he
       (setf generation (logand (1+ (fd-cell-generation cell)) (1- (ash 1 29)))
             known-to (fd-cell-known-to cell)
             (fd-cell-known-to cell) 0
+            (fd-cell-keeper cell) nil
             (fd-cell-kind cell) nil
             (fd-cell-nonblocking-by-us cell) nil
             (fd-cell-closing cell) t
@@ -378,14 +425,19 @@ the head of a chain that was served by it: for a fiber of another group, which h
   (declare (type (mod #.max-pollers) index))
   (flet ((forget (cell)
            (declare (fd-cell cell))
+           (drop-keeper cell index)     ; first: nobody begins to wait for its reports then
            (find-heir cell +input+ index heir)
            (find-heir cell +output+ index heir)
            (with-tiny-lock ((fd-cell-lock cell))
              (setf (fd-cell-known-to cell)
-                   (logandc2 (fd-cell-known-to cell)
-                             (truly-the (unsigned-byte 62) (ash 1 index))))
+                   (logandc2 (fd-cell-known-to cell) (poller-bit index)))
              nil)))
     (map-fd-cells #'forget)))
+
+(defun drop-keeper (cell index)
+  (with-tiny-lock ((fd-cell-lock cell))
+    (when (eql (fd-cell-keeper cell) index) (setf (fd-cell-keeper cell) nil))
+    nil))
 
 (defun first-in-poller (cell direction index)
   "The fiber that waits first for DIRECTION of CELL in poller number INDEX, or NIL."

@@ -132,8 +132,8 @@
 ;;; Pollers have no descriptors: what is called by mistake is to fail.
 (defconstant no-descriptor 1000000)
 
-(defun make-test-scheduler (group index)
-  (let ((poller (sb-fiber::%make-poller index (+ no-descriptor index))))
+(defun make-test-scheduler (group index &optional keeps-p)
+  (let ((poller (sb-fiber::%make-poller index (+ no-descriptor index) keeps-p)))
     (setf (sb-fiber::poller-wakeup poller) (+ no-descriptor index))
     (sb-fiber::%make-scheduler group poller)))
 
@@ -237,24 +237,24 @@
 (defun steps::await-room-elsewhere (cell) (declare (ignore cell)))
 
 ;;;; epoll(7) with this number, which is always ready, for READY; a file that is closed is not armed
-;;;; any more
+;;;; any more. What is armed to be kept is reported when it is armed, and after each CHANGE.
 
 (defstruct epoll
-  (armed 0) (data 0) (file 0) (poller -1) (closed nil) (log '())
+  (armed 0) (data 0) (file 0) (poller -1) (closed nil) (log '()) (changed 0)
   (ready (logior sb-fiber::+input+ sb-fiber::+output+)) (errno 0))
 (defvar *epoll*)
 (defvar *cell*)
 
 (defun steps::find-fd-cell (fd createp) (declare (ignore fd createp)) *cell*)
 (defun steps::map-fd-cells (function) (funcall function *cell*))
-(defun steps::forget-in-pollers (fd known-to) (declare (ignore fd known-to)))
 
 (defun epoll-refusal (epoll)
   (if (= (car *file*) 1) sb-unix:ebadf (epoll-errno epoll)))
 
 (defun steps::%poller-arm (number fd directions data)
   (declare (ignore fd))
-  (let ((epoll *epoll*))
+  (let ((epoll *epoll*)
+        (directions (logandc2 directions sb-fiber::+fresh+)))
     (perform :locked epoll 'armed
              (lambda ()
                (when (eql number (epoll-closed epoll))
@@ -263,9 +263,21 @@
                  (setf (epoll-armed epoll) directions
                        (epoll-data epoll) data
                        (epoll-poller epoll) number
+                       (epoll-changed epoll) 3
                        (epoll-file epoll) (car *file*))
                  (push (cons number directions) (epoll-log epoll)))
                (epoll-refusal epoll)))))
+
+;;; Closing makes the kernel forget all the same.
+(defun steps::forget-in-pollers (fd known-to)
+  (declare (ignore fd))
+  (let ((epoll *epoll*))
+    (unless (sb-fiber::fd-cell-closing *cell*)
+      (perform :locked epoll 'armed
+               (lambda ()
+                 (when (and (>= (epoll-poller epoll) no-descriptor)
+                            (logbitp (- (epoll-poller epoll) no-descriptor) known-to))
+                   (setf (epoll-armed epoll) 0)))))))
 
 (defun close-epoll (poller)
   (let ((epoll *epoll*))
@@ -273,19 +285,53 @@
              (lambda () (setf (epoll-closed epoll) (sb-fiber::poller-epoll poller))))))
 
 (defun next-report (epoll poller)
-  "The data and the directions of a report to POLLER, after which nothing is armed."
-  (flet ((ready ()
-           (if (and (= (epoll-file epoll) (car *file*))
-                    (= (epoll-poller epoll) (sb-fiber::poller-epoll poller))
-                    (not (eql (epoll-poller epoll) (epoll-closed epoll))))
-               (logand (epoll-armed epoll) (epoll-ready epoll))
-               0)))
+  "The data and the directions of a report to POLLER, after which nothing is armed, unless it is
+kept."
+  (labels ((keptp () (logtest sb-fiber::+keep+ (epoll-armed epoll)))
+           (ready ()
+             (if (and (= (epoll-file epoll) (car *file*))
+                      (= (epoll-poller epoll) (sb-fiber::poller-epoll poller))
+                      (not (eql (epoll-poller epoll) (epoll-closed epoll))))
+                 (logand (epoll-armed epoll) (epoll-ready epoll)
+                         (if (keptp) (epoll-changed epoll) 3))
+                 0)))
     (apply #'values
            (perform-when-needed :locked epoll 'armed
                                 (lambda ()
                                   (prog1 (list (epoll-data epoll) (ready))
-                                    (setf (epoll-armed epoll) 0)))
+                                    (setf (epoll-changed epoll) 0)
+                                    (unless (keptp) (setf (epoll-armed epoll) 0))))
                                 (lambda () (/= 0 (ready)))))))
+
+;;; A connection over which octets come.
+(defvar *octets*)
+
+(defun send-octet ()
+  (let ((epoll *epoll*))
+    (perform :locked epoll 'armed
+             (lambda ()
+               (incf *octets*)
+               (setf (epoll-ready epoll) (logior sb-fiber::+input+ (epoll-ready epoll))
+                     (epoll-changed epoll) (logior sb-fiber::+input+ (epoll-changed epoll)))))))
+
+(defun receive-octet ()
+  "1 or minus an errno."
+  (let ((epoll *epoll*))
+    (perform :locked epoll 'armed
+             (lambda ()
+               (cond ((= *octets* 0) (- sb-unix:ewouldblock))
+                     (t (when (= 0 (decf *octets*))
+                          (setf (epoll-ready epoll)
+                                (logandc2 (epoll-ready epoll) sb-fiber::+input+)))
+                        1))))))
+
+(defun steps::find-out-kind (cell)
+  (setf (sb-fiber::fd-cell-kind cell) :stream))
+
+(defun steps::poll-now (fd direction)
+  (declare (ignore fd))
+  (let ((epoll *epoll*))
+    (perform :locked epoll 'armed (lambda () (logtest direction (epoll-ready epoll))))))
 
 (defun serve-epoll (&optional (poller (sb-fiber::scheduler-poller *scheduler*)))
   (loop
@@ -297,7 +343,8 @@
 (defun cell-problem ()
   (or (problem (or (sb-fiber::fd-cell-input *cell*) (sb-fiber::fd-cell-output *cell*))
                "A waiter has been left in the cell.")
-      (problem (/= 0 (sb-fiber::fd-cell-arming *cell*)) "The arming has not ended.")))
+      (problem (/= 0 (sb-fiber::fd-cell-arming *cell*)) "The arming has not ended.")
+      (problem (/= 0 (sb-fiber::fd-cell-leaving *cell*)) "A poller has been left to forget.")))
 
 ;;;; carriers
 
@@ -431,6 +478,7 @@
         *bucket* (sb-fiber::make-bucket)
         *epoll* (make-epoll)
         *cell* (sb-fiber::make-fd-cell 3)
+        *octets* 0
         *file* (list 0)
         *compared* nil
         *ended-waiters* '()
