@@ -10,6 +10,7 @@
 #                  another carrier than before;
 #   NAME-persistent, NAME-moving-persistent
 #                  a suite of tests/fiber/ with pollers of that kind;
+#   NAME-sliced    a suite of tests/fiber/ with time slices of a millisecond;
 #   long           fibers made and ended in all ways for twenty minutes, after
 #                  which no memory, descriptor or stack is lost;
 #   plain          is a build without fibers upstream's SBCL, file by file: the C
@@ -20,7 +21,7 @@
 #                  cd build/sbcl/tests && sh run-tests.sh FILE).
 # Without a name, all but long are run, and those about locks, waits, descriptors,
 # time, channels and scopes also as NAME-moving, those about descriptors also as
-# NAME-persistent and NAME-moving-persistent.  The last line says how many checks passed and
+# NAME-persistent and NAME-moving-persistent, and some as NAME-sliced.  The last line says how many checks passed and
 # how many failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT seconds (300; 1800 for long),
 # counts as one that failed.  Logs are left in build/tests/.
 
@@ -43,12 +44,16 @@ if [ $# = 0 ]; then
         set -- "$@" "$name-persistent" "$name-moving-persistent"
     done
     set -- "$@" reuse-persistent # which is about the order on one carrier
+    for name in mixture locks channel hunchentoot; do
+        set -- "$@" "$name-sliced"
+    done
     set -- "$@" in-fibers plain upstream
 fi
 
 # file_of NAME: NAME without what tells how it is run
 file_of() {
     set -- "${1%-persistent}"
+    set -- "${1%-sliced}"
     echo "${1%-moving}"
 }
 
@@ -99,8 +104,10 @@ suite() {
     status=0 file=$(file_of "$1")
     case $1 in *-moving*) moving=1 ;; *) moving=${SB_FIBER_FORCE_MIGRATION-} ;; esac
     case $1 in *-persistent) poller=persistent ;; *) poller=${SB_FIBER_POLLER-} ;; esac
+    case $1 in *-sliced) slice=1 ;; *) slice=${SB_FIBER_TIME_SLICE-} ;; esac
     case $1 in long) limit=${SUITE_TIMEOUT:-1800} ;; *) limit=${SUITE_TIMEOUT:-300} ;; esac
-    SB_FIBER_FORCE_MIGRATION=$moving SB_FIBER_POLLER=$poller timeout -k 10 "$limit" \
+    SB_FIBER_FORCE_MIGRATION=$moving SB_FIBER_POLLER=$poller SB_FIBER_TIME_SLICE=$slice \
+        timeout -k 10 "$limit" \
         sh "$root/run-sbcl.sh" --noinform --disable-ldb \
         --no-sysinit --no-userinit --non-interactive \
         --load "$root/tests/fiber/run.lisp" "$file" \

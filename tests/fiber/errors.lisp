@@ -287,6 +287,8 @@
   (dolist (count '(0 -1 "2" 1.5 1000))
     (signals type-error (finish-fibers (start-fibers nil :carrier-count count))))
   (signals type-error (finish-fibers (start-fibers nil :poller :no-such-poller)))
+  (dolist (slice '(0 -1 "1" 1/10000 3601 :short))
+    (signals type-error (finish-fibers (start-fibers nil :time-slice slice))))
   (signals type-error (start-fibers 42))
   (signals type-error (start-fibers '(42)))
   (signals type-error (run-fibers 42))

@@ -133,6 +133,12 @@
 (example slow-square "(defun slow-square"
   (is (eql *sum-of-squares* (second (run-text text)))))
 
+;;; A fiber that computes lets another run.
+(example sliced "(start-fibers nil :time-slice"
+  (destructuring-bind (group) (run-text text)
+    (is (= 10000000 (sb-fiber::fiber-group-time-slice group)))
+    (is-true (finish-fibers group :timeout *patience*))))
+
 ;;;; Scopes
 
 (example lengths "(defun lengths (files)"

@@ -84,9 +84,12 @@
   "Is the environment such that START-FIBERS forces migration?"
   (equal (sb-ext:posix-getenv "SB_FIBER_FORCE_MIGRATION") "1"))
 
-;;; All suites pass with pollers of both kinds.
+;;; All suites pass with pollers of both kinds, and with time slices.
 (when (equal (sb-ext:posix-getenv "SB_FIBER_POLLER") "persistent")
   (setf sb-fiber::*default-poller* :persistent))
+(let ((milliseconds (sb-ext:posix-getenv "SB_FIBER_TIME_SLICE")))
+  (unless (member milliseconds '(nil "") :test #'equal)
+    (setf sb-fiber::*default-time-slice* (/ (parse-integer milliseconds) 1000))))
 
 (defun call-with-group (function carrier-count)
   ;; From one carrier there is nowhere to go.

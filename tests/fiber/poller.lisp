@@ -76,39 +76,10 @@
         (is (eq :ready (result (second fibers))))
         (sb-fiber::forget-file (cell reader))))))
 
-(defun random-operations (n reader writer poller)
-  "Do N operations on the waiters for READER and on a list. Return the number of the first
-that differs, or NIL."
-  (let ((model '())
-        (spare (loop repeat 50 collect (make-waiter)))
-        (bytes 0))
-    (dotimes (i n)
-      (case (random 5)
-        (0 (when spare
-             (let ((fiber (pop spare)))
-               (add fiber reader input poller)
-               (setf model (append model (list fiber))))))
-        (1 (when model
-             (let ((fiber (nth (random (length model)) model)))
-               (unless (remove-from fiber reader input) (return i))
-               (push fiber spare)
-               (setf model (remove fiber model)))))
-        (2 (when (< bytes 10)
-             (send-byte writer)
-             (incf bytes)))
-        (3 (when (plusp bytes)
-             (receive-byte reader)
-             (decf bytes)))
-        (4 (let ((ready (ready poller)))
-             (unless (equal ready (and (plusp bytes) model (list (first model)))) (return i))
-             (setf spare (append ready spare)
-                   model (nthcdr (length ready) model)))))
-      (unless (equal model (readers reader)) (return i)))))
-
 (test random-operations
   (with-poller (poller)
     (with-pipe (reader writer)
-      (is (null (random-operations 10000 reader writer poller)))
+      (is (null (random-operations 10000 reader writer poller #'add #'receive-byte)))
       (sb-fiber::forget-file (cell reader)))))
 
 ;;;; Two directions

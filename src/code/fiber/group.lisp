@@ -30,6 +30,10 @@
 (define-load-time-global *default-poller* :one-shot
   "The kind of the pollers of groups that are started with no other.")
 
+(declaim (type (or null (real (0))) *default-time-slice*))
+(define-load-time-global *default-time-slice* nil
+  "The time slice, in seconds, of groups that are started with no other.")
+
 (defmethod print-object ((group fiber-group) stream)
   (print-unreadable-object (group stream :type t :identity t)
     (format stream "~@[~A ~]~(~A~), ~D carrier~:P, ~D fiber~:P"
@@ -60,9 +64,12 @@ enough descriptors."
 
 (define-alien-routine ("fiber_cycles_per_millisecond" %cycles-per-millisecond) (unsigned 40))
 
-(declaim (ftype (sfunction (&optional t &key (:carrier-count t) (:poller t) (:name t)) fiber-group)
+(declaim (ftype (sfunction (&optional t &key (:carrier-count t) (:poller t) (:time-slice t)
+                                             (:name t))
+                           fiber-group)
                 start-fibers))
-(defun start-fibers (&optional fibers &key carrier-count (poller *default-poller*) name)
+(defun start-fibers (&optional fibers &key carrier-count (poller *default-poller*)
+                                        (time-slice *default-time-slice*) name)
   "Start a group of CARRIER-COUNT carriers, an integer from 1 to 62, submit FIBERS, a fiber or a
 list of fibers, to it, and return the group. The carriers run in the background until
 FINISH-FIBERS. By default there are as many as there are processors that the process may use, by
@@ -73,15 +80,19 @@ If FIBERS is NIL and there is no default group, the group becomes the default gr
 SUBMIT-FIBER, FINISH-FIBERS and FIBER-GROUP-STATISTICS call T. POLLER says how descriptors for
 which fibers wait are registered: with :ONE-SHOT, which is the default, for each wait anew; with
 :PERSISTENT once, which saves a system call for each wait after the first, but needs to be told of
-each close. NAME is a string designator, for printing.
+each close. TIME-SLICE is a real from 1/1000 to 3600: a fiber that has run for so many seconds is
+interrupted, and yields, as soon as it can; or it is NIL, the default: fibers run until they park or
+yield. NAME is a string designator, for printing.
 
 A TYPE-ERROR is signaled if an argument is something else, and an ERROR if the system has not
 enough descriptors or threads."
   (let ((n (carrier-count-argument carrier-count))
         (fibers (if (listp fibers) fibers (list fibers))))
     (check-poller-kind poller)
+    (check-time-slice time-slice)
     (without-interrupts ; else the group could be lost
-      (let ((group (allow-with-interrupts (make-running-group n name poller)))
+      (let ((group (allow-with-interrupts
+                     (make-running-group n :name name :poller poller :time-slice time-slice)))
             (done nil))
         (unwind-protect
              (setf done (if fibers
@@ -95,6 +106,13 @@ enough descriptors or threads."
     (error 'simple-type-error :datum kind :expected-type '(member :one-shot :persistent)
            :format-control "~@<~S is not a kind of poller; there are ~S and ~S.~:@>"
            :format-arguments (list kind :one-shot :persistent))))
+
+(defun check-time-slice (seconds)
+  (unless (typep seconds '(or null (real 1/1000 3600)))
+    (error 'simple-type-error :datum seconds :expected-type '(or null (real 1/1000 3600))
+           :format-control "~@<The time slice ~S is not NIL or a real from 1/1000 to 3600, in ~
+                            seconds.~:@>"
+           :format-arguments (list seconds))))
 
 (defun submit-all (group fibers)
   (dolist (fiber fibers t)
@@ -129,12 +147,13 @@ interrupts off."
                   :format-control "~@<The carrier count ~S is not an integer from 1 to ~D.~:@>"
                   :format-arguments (list count max-pollers)))))
 
-(defun make-running-group (n name poller)
+(defun make-running-group (n &key name (poller *default-poller*) (time-slice *default-time-slice*))
   (when (equal (posix-getenv "SB_FIBER_FORCE_MIGRATION") "1")
     (setf *force-migration* t))
   (setf *cycles-per-millisecond* (%cycles-per-millisecond))
   (let ((group (%make-fiber-group (and name (string name)))))
-    (setf (fiber-group-processors group) (%processor-count))
+    (setf (fiber-group-processors group) (%processor-count)
+          (fiber-group-time-slice group) (and time-slice (seconds-to-nanoseconds time-slice)))
     (without-interrupts
       (atomic-push group *groups*)
       (let ((problem (problem-of-equipping group n poller)))
@@ -145,7 +164,8 @@ interrupts off."
     group))
 
 (defun problem-of-equipping (group n poller)
-  "Give GROUP N schedulers with pollers of the kind POLLER, carriers and a monitor. Return NIL, or what was signalled."
+  "Give GROUP N schedulers with pollers of the kind POLLER, carriers and a monitor. Return NIL, or
+what was signalled."
   (handler-case
       (progn
         (setf (fiber-group-schedulers group) (make-schedulers group n poller))
@@ -308,7 +328,7 @@ started for them."
 
 (defun run-in-new-group (fibers carrier-count)
   (without-interrupts ; else the group could be lost
-    (let ((group (allow-with-interrupts (make-running-group carrier-count nil *default-poller*)))
+    (let ((group (allow-with-interrupts (make-running-group carrier-count)))
           (done nil))
       (unwind-protect
            (with-local-interrupts

@@ -198,9 +198,9 @@ or until a signal comes."
          (waits-in-kernel-p carrier)
          (= epoch (carrier-epoch carrier)))))
 
-(defun stuck-p (group carrier now period)
-  "Has CARRIER run the same fiber for PERIOD, and does it have a scheduler? A thread that has only
-had no processor is not stuck."
+(defun length-of-turn (carrier now)
+  "For how many nanoseconds CARRIER, which has a scheduler, has been seen to run the same fiber, or
+NIL."
   (let ((epoch (carrier-epoch carrier)))
     (cond ((or (oddp epoch) (null (carrier-scheduler carrier)))
            (setf (carrier-seen-epoch carrier) 1)
@@ -210,15 +210,38 @@ had no processor is not stuck."
                  (carrier-seen-since carrier) now
                  (carrier-seen-time carrier) (thread-time carrier))
            nil)
-          ((< (- now (carrier-seen-since carrier)) period) nil)
-          (t (or (keeps-waiting-p group carrier epoch)
-                 (>= (- (thread-time carrier) (carrier-seen-time carrier)) (ash period -1)))))))
+          (t (- now (carrier-seen-since carrier))))))
 
-(defun look-at-carriers (group period)
+(defun stuck-p (group carrier period)
+  "Is CARRIER stuck, which has run the same fiber for PERIOD? A thread that has only had no processor
+is not."
+  (or (keeps-waiting-p group carrier (carrier-seen-epoch carrier))
+      (>= (- (thread-time carrier) (carrier-seen-time carrier)) (ash period -1))))
+
+;;; A fiber that computes is asked to yield, and has PERIOD to do so. A signal would end a system call
+;;; that waits.
+(defun look-at-carrier (group carrier now period slice)
+  (let ((length (length-of-turn carrier now))
+        (epoch (carrier-seen-epoch carrier)))
+    (declare (type (or null fixnum) length))
+    (cond ((or (null length)
+               (< length (min (or period most-positive-fixnum) (or slice most-positive-fixnum)))))
+          ((and slice
+                (/= epoch (carrier-asked-epoch carrier))
+                (not (waits-in-kernel-p carrier)))
+           (when (>= length slice)
+             (ask-to-yield carrier epoch)
+             (setf (carrier-seen-since carrier) now
+                   (carrier-seen-time carrier) (thread-time carrier))))
+          ((and period (>= length period) (stuck-p group carrier period))
+           (relieve group carrier epoch period)))))
+
+(defun look-at-carriers (group period slice)
+  "Relieve the carriers of GROUP that are stuck, if PERIOD is the time after which they are, and ask
+the fibers to yield that have run for as long as SLICE; both in nanoseconds, or NIL."
   (let ((now (fiber-now)))
     (dolist (carrier (fiber-group-carriers group))
-      (when (stuck-p group carrier now period)
-        (relieve group carrier (carrier-seen-epoch carrier) period)))))
+      (look-at-carrier group carrier now period slice))))
 
 (defun relieve (group carrier epoch period)
   "CARRIER is stuck in EPOCH: let a spare serve its scheduler. If there is no spare CARRIER keeps
@@ -329,10 +352,13 @@ what nobody was called for, now or before."
       (call-for-what-is-left group))))
 
 (defun run-monitor (group)
-  (let ((supported (= 0 (%barrier-everywhere))))
+  (let ((supported (= 0 (%barrier-everywhere)))
+        (slice (fiber-group-time-slice group)))
     (loop until (eq (fiber-group-state group) :stopped)
           do (let ((period (look-period supported)))
                (start-spare-if-needed group)
-               (when period (look-at-carriers group period))
+               (look-at-carriers group period slice)
                (limit-carriers group (and period (<= period +longest-period-of-limit+)))
-               (doze group (or period (time-until-attempt group)))))))
+               (doze group (if (and period slice)
+                               (min period slice)
+                               (or period slice (time-until-attempt group))))))))

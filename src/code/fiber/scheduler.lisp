@@ -62,6 +62,8 @@
   (seen-epoch 0 :type (and unsigned-byte fixnum))
   (seen-since 0 :type fixnum)
   (seen-time 0 :type fixnum)
+  ;; The epoch in which its fiber was asked to yield, see fiber/slice.lisp.
+  (asked-epoch 0 :type (and unsigned-byte fixnum))
   ;; The epoch in which it was found to be stuck.
   (stuck-epoch 0 :type (and unsigned-byte fixnum))
   ;; The thread that warns of that, or has.
@@ -96,6 +98,8 @@ it."
   ;; How many are to be at work at most, while LIMITED-P, which the monitor writes.
   (processors 1 :type (and unsigned-byte fixnum))
   (limited-p nil :type boolean)
+  ;; After how many nanoseconds a fiber is to yield, or NIL.
+  (time-slice nil :type (or null (and unsigned-byte fixnum)))
   (carriers '() :type list)
   (injector (make-injector) :type injector :read-only t)
   ;; Bits of the pollers of sleeping schedulers.

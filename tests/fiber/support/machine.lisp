@@ -420,7 +420,7 @@ kept."
 
 (defun steps::look-period (supported) (declare (ignore supported)) nil)
 (defun steps::time-until-attempt (group) (declare (ignore group)) nil)
-(defun steps::look-at-carriers (group period) (declare (ignore group period)))
+(defun steps::look-at-carriers (group period slice) (declare (ignore group period slice)))
 (defun steps::retire-spare-if-quiet (group) (declare (ignore group)))
 
 ;;; membarrier(2): the stores of all have reached memory.

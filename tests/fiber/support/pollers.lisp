@@ -119,3 +119,37 @@
 (defun readers (fd) (chain (sb-fiber::fd-cell-input (cell fd))))
 (defun writers (fd) (chain (sb-fiber::fd-cell-output (cell fd))))
 (defun result (fiber) (sb-fiber::fiber-wait-result fiber))
+
+;;;; All of it
+
+(defun random-operations (n reader writer poller enter receive)
+  "Do N operations on the waiters for READER and on a list. Return the number of the first
+that differs, or NIL. ENTER is called as ADD, and may return :READY; RECEIVE takes an octet."
+  (let ((model '())
+        (spare (loop repeat 50 collect (make-waiter)))
+        (bytes 0))
+    (dotimes (i n)
+      (case (random 5)
+        (0 (when spare
+             (let* ((fiber (pop spare))
+                    (readyp (eq :ready (funcall enter fiber reader input poller))))
+               (when (and readyp (or model (= bytes 0))) (return i))
+               (if readyp
+                   (push fiber spare)
+                   (setf model (append model (list fiber)))))))
+        (1 (when model
+             (let ((fiber (nth (random (length model)) model)))
+               (unless (remove-from fiber reader input) (return i))
+               (push fiber spare)
+               (setf model (remove fiber model)))))
+        (2 (when (< bytes 10)
+             (send-byte writer)
+             (incf bytes)))
+        (3 (when (plusp bytes)
+             (funcall receive reader)
+             (decf bytes)))
+        (4 (let ((ready (ready poller)))
+             (unless (equal ready (and (plusp bytes) model (list (first model)))) (return i))
+             (setf spare (append ready spare)
+                   model (nthcdr (length ready) model)))))
+      (unless (equal model (readers reader)) (return i)))))

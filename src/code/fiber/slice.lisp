@@ -1,0 +1,47 @@
+;;;; time slices: fibers that compute for long yield to others
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is derived from the CMU CL system, which was
+;;;; written at Carnegie Mellon University and released into the
+;;;; public domain. The software is in the public domain and is
+;;;; provided with absolutely no warranty. See the COPYING and CREDITS
+;;;; files for more information.
+
+(in-package "SB-FIBER")
+
+;;; In a group with time slices the monitor interrupts a fiber that has run for as long as a slice,
+;;; and the fiber yields in the handler. So it does where it could be interrupted to do anything
+;;; else: not in WITHOUT-INTERRUPTS, nor in a foreign call, after which it does; and not where it
+;;; must not leave its carrier. There are addresses of the carrier's thread on a stack with a
+;;; handler, so the fiber goes on on the same carrier.
+;;;
+;;; A fiber is asked once in a turn, that is an epoch of its carrier. By the time that it sees the
+;;; interruption it may have had another turn: then it does nothing.
+;;;
+;;; It does not yield as if it had called FIBER-YIELD: that is where a fiber leaves what is
+;;; cancelled, and whoever computes has not asked to be unwound. Nor must the exhaustion of the stack
+;;; be signalled, where there is too little left to wait.
+
+(defun may-yield-here-p (fiber)
+  (and (waiting-room-p fiber)
+       (not (eq (zone fiber) :native))))
+
+(defun end-turn (fiber epoch)
+  "Let others run if FIBER, which is running, has done so since EPOCH of its carrier."
+  (let ((carrier (truly-the carrier *carrier*)))
+    (when (and (= epoch (carrier-epoch carrier)) (may-yield-here-p fiber))
+      (without-interruptions
+        (unless (yield-in-place-p carrier)
+          (prepare-zone fiber)
+          (leave :yield)))
+      (see-interruptions fiber))))
+
+(defun ask-to-yield (carrier epoch)
+  "Let the fiber that CARRIER has run since EPOCH yield."
+  (setf (carrier-asked-epoch carrier) epoch)
+  (let ((fiber (fiber-on carrier)))
+    ;; It may have left, and another begun an epoch, before it was found.
+    (when (and fiber (= epoch (carrier-epoch carrier)))
+      (%interrupt-fiber fiber (lambda () (end-turn fiber epoch))))))

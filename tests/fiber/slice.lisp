@@ -1,0 +1,159 @@
+;;;; time slices: fiber/slice.lisp, and what the monitor does about them
+
+;;;; This software is part of the SBCL system. See the README file for
+;;;; more information.
+;;;;
+;;;; This software is in the public domain and is provided with
+;;;; absolutely no warranty. See the COPYING and CREDITS files for
+;;;; more information.
+
+(in-package "SB-FIBER-TESTS")
+
+(def-suite* slice)
+
+(defmacro with-sliced-group ((group) &body body)
+  "Execute BODY with GROUP bound to a group of one carrier, which nobody relieves, and with slices
+of a millisecond."
+  `(with-stuck-carrier-time (nil)
+     (let ((,group (start-fibers nil :carrier-count 1 :time-slice 1/1000)))
+       (unwind-protect (progn ,@body)
+         (is-true (finish-fibers ,group :timeout *patience* :abort t))))))
+
+;;; Turns that fibers see: none of those that take part ends before each has had as many.
+(defstruct (contest (:constructor make-contest (n &optional (turns 10)
+                                                &aux (counts (make-array n :initial-element 0)))))
+  turns counts (last nil))
+
+(defun over-p (contest)
+  (every (lambda (count) (>= count (contest-turns contest))) (contest-counts contest)))
+
+(defun note-turn (contest i)
+  (unless (eql i (contest-last contest))
+    (setf (contest-last contest) i)
+    (incf (svref (contest-counts contest) i))))
+
+(defun compete (contest i)
+  "Compute until each has had its turns. Return how often the loop ran."
+  (loop until (over-p contest)
+        do (note-turn contest i)
+        count t))
+
+;;; Without slices the first would never end.
+(test endless-fibers-share-a-carrier
+  (with-sliced-group (group)
+    (let* ((contest (make-contest 3))
+           (fibers (loop for i below 3
+                         collect (let ((i i)) (spawn (group) (compete contest i))))))
+      (is (every #'plusp (join-all fibers))))))
+
+(test an-endless-fiber-does-not-hold-up-timers-and-descriptors
+  (with-sliced-group (group)
+    (multiple-value-bind (in out) (sb-unix:unix-pipe)
+      (let* ((woken nil) (read nil)
+             (endless (spawn (group) (loop until (and woken read))))
+             (reader (spawn (group)
+                       (sb-sys:wait-until-fd-usable in :input)
+                       (setf read t)))
+             (sleeper (spawn (group) (sleep 1/100) (setf woken t))))
+        (wait-until-parked reader)
+        (sb-unix:unix-write out (make-array 1 :element-type '(unsigned-byte 8)) 0 1)
+        (is (equal '(nil t t) (join-all (list endless reader sleeper))))
+        (mapc #'sb-unix:unix-close (list in out))))))
+
+(defun spin-for-slices ()
+  "Compute for as long as ten slices."
+  (let ((end (+ (get-internal-real-time) (/ internal-time-units-per-second 100))))
+    (loop until (> (get-internal-real-time) end))))
+
+(defun others-run-while (function)
+  "Call FUNCTION in a fiber while another can run. Return whether that has run when FUNCTION
+returned, and whether it did afterwards."
+  (with-sliced-group (group)
+    (let* ((ran nil)
+           (inside :not-called)
+           (one (spawn (group)
+                  (spawn (group) (setf ran t))
+                  (funcall function (lambda () (spin-for-slices) (setf inside ran)))
+                  (loop until ran))))
+      (join one)
+      (list inside ran))))
+
+(test a-fiber-yields-where-it-may
+  (is (equal '(t t) (others-run-while (lambda (spin) (loop repeat 100 until (funcall spin)))))))
+
+;;; Prevents: a fiber that is left where it holds what must not be held by one that does not run.
+(test a-fiber-does-not-yield-where-it-must-not
+  (is (equal '(nil t) (others-run-while (lambda (spin)
+                                          (sb-sys:without-interrupts (funcall spin))))))
+  (is (equal '(nil t) (others-run-while (lambda (spin) (sb-sys:without-gcing (funcall spin)))))))
+
+;;; A signal would end the system call.
+(test system-calls-that-wait-are-not-ended
+  (with-sliced-group (group)
+    (is (eql 0 (join (spawn (group)
+                       (sb-alien:alien-funcall
+                        (sb-alien:extern-alien "usleep" (function sb-alien:int sb-alien:unsigned))
+                        50000)))))))
+
+;;; That is what a fiber does that yields by itself.
+(test who-is-cancelled-computes-on
+  (with-sliced-group (group)
+    (let* ((contest (make-contest 2))
+           (started nil)
+           (one (spawn (group)
+                  (setf started t)
+                  (compete contest 0)
+                  :not-unwound))
+           (other (spawn (group) (compete contest 1))))
+      (wait-until started)
+      (cancel-fiber one)
+      (is (eq :not-unwound (join one)))
+      (join other))))
+
+(defun rounded-sum (n)
+  "A sum that depends on how the processor rounds."
+  (let ((sum 0d0))
+    (declare (double-float sum) (fixnum n))
+    (loop for i fixnum from 1 to n do (incf sum (/ (coerce i 'double-float))))
+    sum))
+
+;;; Prevents: modes or registers of one fiber in another.
+(test floating-point-state-survives
+  (flet ((sum-rounded (mode)
+           (let ((old (getf (sb-int:get-floating-point-modes) :rounding-mode)))
+             (unwind-protect (progn (sb-int:set-floating-point-modes :rounding-mode mode)
+                                    (rounded-sum 1000))
+               (sb-int:set-floating-point-modes :rounding-mode old)))))
+    (let* ((modes '(:positive-infinity :negative-infinity :nearest))
+           (expected (mapcar #'sum-rounded modes))
+           (contest (make-contest 3 20)))
+      (is (= 3 (length (remove-duplicates expected))))
+      (with-sliced-group (group)
+        (let ((fibers (loop for mode in modes
+                            for sum in expected
+                            for i from 0
+                            collect (let ((mode mode) (sum sum) (i i))
+                                      (spawn (group)
+                                        (sb-int:set-floating-point-modes :rounding-mode mode)
+                                        (loop until (over-p contest)
+                                              do (note-turn contest i)
+                                              always (= sum (rounded-sum 1000))))))))
+          (is (equal '(t t t) (join-all fibers))))))))
+
+;;; With many carriers, collections, and fibers that park as well.
+(test slices-on-several-carriers
+  (let ((group (start-fibers nil :carrier-count 4 :time-slice 1/1000))
+        (ended 0))
+    (unwind-protect
+         (let ((fibers (loop for i below 40
+                             collect (let ((i i))
+                                       (spawn (group)
+                                         (loop repeat 20
+                                               do (let ((list (loop for j below 20000
+                                                                    collect (+ i j))))
+                                                    (assert (= (+ i 19999) (car (last list)))))
+                                                  (when (oddp i) (fiber-yield)))
+                                         i)))))
+           (setf ended (length (remove nil (join-all fibers)))))
+      (finish-fibers group :timeout *patience* :abort t))
+    (is (= 40 ended))))
