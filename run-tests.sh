@@ -21,9 +21,10 @@
 #                  cd build/sbcl/tests && sh run-tests.sh FILE).
 # Without a name, all but long are run, and those about locks, waits, descriptors,
 # time, channels and scopes also as NAME-moving, those about descriptors also as
-# NAME-persistent and NAME-moving-persistent, and some as NAME-sliced.  The last line says how many checks passed and
-# how many failed.  A suite that crashes, or takes longer than SUITE_TIMEOUT seconds (300; 1800 for long),
-# counts as one that failed.  Logs are left in build/tests/.
+# NAME-persistent and NAME-moving-persistent, and some as NAME-sliced.  The last line says
+# how many checks passed and how many failed.  A suite that crashes, or takes longer than
+# SUITE_TIMEOUT seconds (300; 1800 for long), counts as one that failed.  Logs are left in
+# build/tests/.
 
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)

@@ -20,6 +20,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <stdint.h>
 #include <sys/socket.h>
@@ -159,6 +160,22 @@ int fiber_is_stream(int fd)
     socklen_t size = sizeof type;
     return !getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) && type == SOCK_STREAM;
 }
+
+/* Does epoll report everything after which a read or write of FD, which would have waited, would
+ * not? It does for TCP and local streams. */
+int fiber_edges_complete(int fd)
+{
+    int domain = 0, protocol = 0;
+    socklen_t size = sizeof domain;
+    if (getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size)) return 0;
+    if (domain == AF_UNIX) return fiber_is_stream(fd);
+    size = sizeof protocol;
+    return (domain == AF_INET || domain == AF_INET6)
+        && !getsockopt(fd, SOL_SOCKET, SO_PROTOCOL, &protocol, &size) && protocol == IPPROTO_TCP;
+}
+
+/* Does connect(2) fail with ERROR because it is in progress? */
+int fiber_is_connecting(int error) { return error == EINPROGRESS || error == EALREADY; }
 
 /* How a connect(2) that was in progress has ended, in its own form. */
 int fiber_connect_result(int fd)

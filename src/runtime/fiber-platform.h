@@ -18,7 +18,7 @@
 #include "runtime.h"
 
 /* The contract is in code/fiber/poller.lisp; these numbers belong to it. */
-enum { INPUT = 1, OUTPUT = 2, KEEP = 4, FRESH = 8 };
+enum { INPUT = 1, OUTPUT = 2, KEEP = 4, FRESH = 8, URGENT = 4 };
 
 /* Is FD ready for DIRECTION now? 1, 0, or minus an errno. */
 extern int fiber_poll_now(int fd, int direction);

@@ -40,7 +40,8 @@ static uint32_t to_epoll(int directions)
 static int from_epoll(uint32_t events)
 {
     return (events & (EPOLLIN|EPOLLPRI|EPOLLRDHUP|EPOLLHUP|EPOLLERR) ? INPUT : 0)
-        | (events & (EPOLLOUT|EPOLLHUP|EPOLLERR) ? OUTPUT : 0);
+        | (events & (EPOLLOUT|EPOLLHUP|EPOLLERR) ? OUTPUT : 0)
+        | (events & EPOLLPRI ? URGENT : 0);
 }
 
 int fiber_poller_open()
@@ -84,9 +85,9 @@ void fiber_poller_wake(int wakeup)
     errno = saved_errno;
 }
 
-/* Report the next readiness of FD in DIRECTIONS, once, or with KEEP each time. 0 or an errno. The
- * descriptor is registered already unless it is FRESH, as a rule; if it was closed behind our back
- * it is not, and if its number was closed while a duplicate lives on, or another thread was faster,
+/* Report the next readiness of FD in DIRECTIONS, once, or with KEEP each time that there is more.
+ * 0 or an errno. The descriptor is registered already unless it is FRESH, as a rule; if it was
+ * closed behind our back it is not, and if its number was closed while a duplicate lives on, or a poller heard of it late,
  * ADD finds it there. */
 int fiber_poller_arm(int epoll, int fd, int directions, uint64_t data)
 {

@@ -41,14 +41,14 @@ csv=$directory/results.csv
 
 if [ "$quick" ]; then
     seconds=1
-    connections="10 100 1000"
+    connections="10 100 1000" landmarks=$connections
     carriers="1 2 16"
     shapes="5x2000 100x100 1000x10"
     populations="1000 10000 100000"
     switches=200000
 else
-    seconds=3
-    connections="10 50 100 250 500 1000 2500 5000 10000"
+    seconds=2
+    connections="10 50 100 250 500 1000 2500 5000 10000" landmarks="10 100 1000 10000"
     carriers="1 2 4 8 16"
     shapes="5x20000 10x10000 100x1000 1000x100 10x100000"
     populations="1000 10000 100000 1000000"
@@ -110,7 +110,8 @@ serve() {
 http_round() {
     for P in $carriers; do
         export P
-        serve http "Hunchentoot on fibers P=$P" fast "$connections"
+        case $P in 2) list=$connections ;; *) list=$landmarks ;; esac
+        serve http "Hunchentoot on fibers P=$P" fast "$list"
     done
     unset P
     serve http "Hunchentoot on threads" threads "$connections"

@@ -507,3 +507,21 @@
                     (princ (list (not (null cell))
                                  (sb-vm:find-containing-arena
                                   (sb-kernel:get-lisp-obj-address cell)))))))))))
+
+;;; Prevents: a fiber that has nothing to wait for, and asks again and again, and so keeps its
+;;; carrier from the one that would change that.
+(test waiting-for-what-is-ready-lets-others-run
+  (dolist (kind '(:one-shot :persistent))
+    (with-stuck-carrier-time (nil)
+      (let ((group (start-fibers nil :carrier-count 1 :poller kind)))
+        (multiple-value-bind (a b) (socket-pair)
+          (let* ((over nil)
+                 (waiter (spawn (group)
+                           (loop until over do (sb-sys:wait-until-fd-usable a :input))
+                           :over))
+                 (other (spawn (group) (setf over t))))
+            (sb-unix:unix-write b (make-array 1 :element-type '(unsigned-byte 8)) 0 1)
+            (is (eq :over (join waiter)))
+            (join other)
+            (mapc #'sb-unix:unix-close (list a b))))
+        (is-true (finish-fibers group :timeout *patience*))))))

@@ -17,7 +17,7 @@
 (defun enter (fiber fd direction poller)
   "Let FIBER wait as a fiber does that runs, but for parking. Return :READY if it need not."
   (let ((cell (cell fd)))
-    (unless (sb-fiber::fd-cell-kind cell) (sb-fiber::find-out-kind cell))
+    (sb-fiber::find-out-edges cell)
     (loop
       (let ((outcome (sb-fiber::add-waiter cell fiber direction poller
                                            (sb-fiber::note-file cell))))
@@ -138,6 +138,21 @@
         (close-fd event)
         (sb-bsd-sockets:socket-close socket)))))
 
+;;; With an octet out of band a socket is ready for input, and a read fails with EAGAIN.
+(test what-has-been-urgent-is-kept-no-more
+  (with-poller (poller :persistent)
+    (with-socket-pair (a b)
+      (let ((fibers (loop repeat 2 collect (make-waiter))))
+        (dolist (fiber fibers) (enter fiber a input poller))
+        (is (equal (list (first fibers))
+                   (handle poller (cons (sb-fiber::fd-cell-data (cell a))
+                                        (logior input sb-fiber::+urgent+)))))
+        (is (null (keeper a)))
+        (send-byte b)
+        (is (equal (list (second fibers)) (ready poller)))
+        (is (eq :arm (enter (first fibers) a input poller)))
+        (is (null (keeper a)))))))
+
 ;;;; Several pollers
 
 ;;; Prevents: that a fiber is woken where it does not run any more; and that both report.
@@ -226,6 +241,24 @@
           (is (= (sb-fiber::poller-index poller) (keeper number)))
           (send-byte b)
           (is (null (ready poller)))
+          (send-byte writer)
+          (is (equal (list fiber) (ready poller)))
+          (close-fd number))))))
+
+;;; Foreign code has closed the file before.
+(test the-number-of-a-connection-that-is-accepted-is-new
+  (with-poller (poller :persistent)
+    (with-socket-pair (a b)
+      (let ((fiber (make-waiter))
+            (number (sb-unix:unix-dup a)))
+        (enter fiber number input poller)
+        (remove-from fiber number input)
+        (close-silently number)
+        (with-pipe (reader writer)
+          (duplicate reader number)
+          (sb-sys:without-interrupts (sb-fiber::note-new-file number))
+          (is (null (keeper number)))
+          (is (eq :arm (enter fiber number input poller)))
           (send-byte writer)
           (is (equal (list fiber) (ready poller)))
           (close-fd number))))))

@@ -16,8 +16,8 @@
 ;;; wait; if it would, the fiber parks until the descriptor is ready and tries again.
 ;;;
 ;;; What cannot wait differs from file to file, and is kept in the descriptor's cell:
-;;;   :STREAM  recv(2), send(2), sendmsg(2) with MSG_DONTWAIT
-;;;   :SOCKET  likewise, of sockets for datagrams and other messages
+;;;   :SOCKET  recv(2), send(2), sendmsg(2) with MSG_DONTWAIT; likewise :STREAM and :MESSAGES, if it
+;;;            has been asked whether its edges are complete, see fiber/readiness.lisp
 ;;;   :PIPE    preadv2(2), pwritev2(2) with RWF_NOWAIT
 ;;;   :POLL    poll(2) before the call: terminals and other devices, named pipes, and all pipes
 ;;;            before Linux 6.4. A pipe that is ready for output has room for PIPE_BUF bytes, so
@@ -116,18 +116,17 @@ negative number."
 
 (defun begin-to-wait (fiber cell direction file)
   (let ((poller (poller-to-wait-in fiber)))
-    (when (and (poller-keeps-p poller) (null (fd-cell-kind cell)))
-      (find-out-kind cell))
+    (when (poller-keeps-p poller) (find-out-edges cell))
     (add-waiter cell fiber direction poller file)))
 
 (defun wait-for-fd (fiber cell direction deadline file)
   "Park FIBER until the descriptor of CELL, which stands for FILE, is ready for DIRECTION. Returns
-:READY, :CLOSED, :AGAIN, :TIMEOUT, :INTERRUPTED, :PLAIN if it is of a kind that is always ready, or
-an errno if the kernel refuses to watch it. With interrupts off."
+:READY, :AT-ONCE if it did not park, :CLOSED, :AGAIN, :TIMEOUT, :INTERRUPTED, :PLAIN if it is of a
+kind that is always ready, or an errno if the kernel refuses to watch it. With interrupts off."
   (loop
     (ecase (begin-to-wait fiber cell direction file)
       (:closed (return-from wait-for-fd :closed))
-      (:unproven (when (still-ready-p cell direction) (return-from wait-for-fd :ready)))
+      (:unproven (when (still-ready-p cell direction) (return-from wait-for-fd :at-once)))
       ((:waits :arm) (return))))
   ;; If the close is over, it wakes no fiber any more.
   (unless (or (>= file 0) (same-file-p cell file) (not (remove-waiter cell fiber direction)))
@@ -158,6 +157,10 @@ first. Signals DESCRIPTOR-CLOSED. The caller has seen that the fiber can park."
         (ensure-same-file cell file)
         (case result
           ((:ready :plain) (return t))
+          (:at-once                     ; a loop of such waits must not keep the carrier
+           (spend-budget +call-cost+)
+           (ensure-same-file cell file)
+           (return t))
           (:timeout (return nil))
           ((:interrupted :again))
           (:closed (error 'descriptor-closed :descriptor (fd-cell-fd cell)))
@@ -191,8 +194,11 @@ and FILE to the file for which that stood before a yield. BODY is to compare."
         (park-on-fd fd direction
                     (and (> milliseconds 0) (nanoseconds-from-now (* milliseconds 1000000)))))))
 
+(defun %poll-now (fd direction)
+  (alien-funcall (extern-alien "fiber_poll_now" (function int int int)) fd direction))
+
 (defun poll-now (fd direction)
-  (plusp (alien-funcall (extern-alien "fiber_poll_now" (function int int int)) fd direction)))
+  (plusp (%poll-now fd direction)))
 
 (defun note-native-poll (fd direction)
   "As NOTE-NATIVE-CALL before poll(2), which waits even if FD does not."
@@ -233,7 +239,7 @@ for that: the other end may be some fiber of this very carrier."
 
 (defun kind-of-fd (fd)
   (case (sb-unix:fd-type fd)
-    (:socket (if (stream-socket-p fd) :stream :socket))
+    (:socket :socket)
     (:fifo :pipe)
     ((:regular :directory :block) :plain)
     (t :poll)))
@@ -241,14 +247,30 @@ for that: the other end may be some fiber of this very carrier."
 ;;; :PLAIN is not kept: if the file was closed by a way that we do not see, and the number is a
 ;;; socket's now, the plain call would not fail but wait.
 (defun find-out-kind (cell)
-  (let ((generation (fd-cell-generation cell))
-        (kind (kind-of-fd (fd-cell-fd cell))))
+  (note-kind cell #'kind-of-fd))
+
+;;; It would be the kind of the next file, or be taken for that, if the descriptor was being closed
+;;; or is closed meanwhile: GENERATION is read first, since CLOSING was set before it.
+(defun note-kind (cell function)
+  "Return what FUNCTION says of the descriptor of CELL, and note it if it holds."
+  (declare (function function))
+  (let* ((generation (fd-cell-generation cell))
+         (closing (progn (barrier (:read)) (fd-cell-closing cell)))
+         (kind (funcall function (fd-cell-fd cell))))
     (with-tiny-lock ((fd-cell-lock cell))
-      ;; Else it would be that of the next file.
-      (unless (or (fd-cell-closing cell) (/= generation (fd-cell-generation cell)))
+      (unless (or closing (fd-cell-closing cell) (/= generation (fd-cell-generation cell)))
         (setf (fd-cell-kind cell) (if (eq kind :plain) nil kind)))
       nil)
     kind))
+
+(defun find-out-edges (cell)
+  "Let the kind of CELL be one that tells whether its edges are complete."
+  (unless (fd-cell-kind cell) (find-out-kind cell))
+  (when (eq (fd-cell-kind cell) :socket)
+    (note-kind cell (lambda (fd) (if (complete-edges-p fd) :stream :messages)))))
+
+(defun complete-edges-p (fd)
+  (= 1 (alien-funcall (extern-alien "fiber_edges_complete" (function int int)) fd)))
 
 ;;; The number may stand for another kind of file than when KIND was found out, if it was
 ;;; closed by a way that we do not see.
@@ -261,7 +283,7 @@ for that: the other end may be some fiber of this very carrier."
 (defmacro call-by-kind (cell &key socket pipe poll plain)
   `(flet ((try (kind)
             (case kind
-              ((:stream :socket) ,socket)
+              ((:socket :stream :messages) ,socket)
               (:pipe ,pipe)
               (:poll ,poll)
               (t ,plain))))
@@ -379,6 +401,13 @@ NOTE-CLOSED is to be told."
     (when cell
       (with-waking-room (4096)
         (mapc #'unpark (wake-late-waiters cell mark))))))
+
+(defun note-new-file (fd)
+  "The kernel has given the number FD to a new file. If foreign code has closed the one before, let
+that be known now. With interrupts off."
+  (let ((cell (find-fd-cell fd nil)))
+    (when (and cell (fd-cell-kind cell))
+      (note-closed fd (note-close fd)))))
 
 ;;; The system call closes NEW, unless it fails because OLD is not open.
 (defun closing-dup2 (old new)

@@ -213,13 +213,13 @@ NIL."
           (t (- now (carrier-seen-since carrier))))))
 
 (defun stuck-p (group carrier period)
-  "Is CARRIER stuck, which has run the same fiber for PERIOD? A thread that has only had no processor
-is not."
+  "Is CARRIER stuck, which has run the same fiber for PERIOD? A thread that has only had no
+processor is not."
   (or (keeps-waiting-p group carrier (carrier-seen-epoch carrier))
       (>= (- (thread-time carrier) (carrier-seen-time carrier)) (ash period -1))))
 
-;;; A fiber that computes is asked to yield, and has PERIOD to do so. A signal would end a system call
-;;; that waits.
+;;; A fiber that computes is asked to yield, and has PERIOD to do so. A signal would end a system
+;;; call that waits.
 (defun look-at-carrier (group carrier now period slice)
   (let ((length (length-of-turn carrier now))
         (epoch (carrier-seen-epoch carrier)))

@@ -15,18 +15,21 @@
 ;;;;
 ;;;;   open    make a poller
 ;;;;   arm     report once when a descriptor is ready in a direction; at once if it is now. With
-;;;;           +KEEP+: report now, and whenever it becomes ready
+;;;;           +KEEP+: report now, and whenever there is more. With +FRESH+: most likely that
+;;;;           descriptor is not armed there
 ;;;;   wait    sleep until there are reports, a time has come or a thread calls wake
 ;;;;   wake    end the poller's wait, from any thread
 ;;;;   forget  report nothing more about a descriptor, which is going to be closed
 ;;;;
-;;;; A direction is +INPUT+ or +OUTPUT+; both may be ored. A report carries the word given to arm,
+;;;; A direction is +INPUT+ or +OUTPUT+; both may be ored, and in reports +URGENT+ if what has come
+;;;; is out of band. A report carries the word given to arm,
 ;;;; by which late reports for a number that was closed and used again are told from others.
 
 (defconstant +input+ 1)
 (defconstant +output+ 2)
 (defconstant +keep+ 4)
-(defconstant +fresh+ 8)                 ; the descriptor is not armed there, most likely
+(defconstant +fresh+ 8)
+(defconstant +urgent+ 4)                ; in reports
 (defconstant max-pollers 62)            ; a fixnum has a bit for each
 
 (deftype descriptor () '(unsigned-byte 31))

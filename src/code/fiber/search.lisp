@@ -53,7 +53,7 @@ the earliest first, and no more than half of what the queue has room for, but at
                           nanoseconds)))
     (dotimes (i n)
       (let ((data (sap-ref-word events (* i 16)))
-            (directions (ldb (byte 2 0) (sap-ref-word events (+ 8 (* i 16))))))
+            (directions (ldb (byte 3 0) (sap-ref-word events (+ 8 (* i 16))))))
         (unless (= data wakeup-data)
           (multiple-value-bind (reader writer) (handle-report poller data directions)
             (when reader (unpark reader))

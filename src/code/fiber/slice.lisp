@@ -21,8 +21,8 @@
 ;;; interruption it may have had another turn: then it does nothing.
 ;;;
 ;;; It does not yield as if it had called FIBER-YIELD: that is where a fiber leaves what is
-;;; cancelled, and whoever computes has not asked to be unwound. Nor must the exhaustion of the stack
-;;; be signalled, where there is too little left to wait.
+;;; cancelled, and whoever computes has not asked to be unwound. Nor must the exhaustion of the
+;;; stack be signalled, where there is too little left to wait.
 
 (defun may-yield-here-p (fiber)
   (and (waiting-room-p fiber)

@@ -106,7 +106,9 @@ or is being closed: what is noted of the flag then would hold for the next file.
         (loop (ensure-same-file cell file)
               (when (prepare-to-accept cell file) (return))
               (fiber-yield))
-        (call-on-file function cell file +input+ t t))
+        (let ((new (call-on-file function cell file +input+ t t)))
+          (when (typep new 'descriptor) (without-interrupts (note-new-file new)))
+          new))
       (call-natively function fd :input t)))
 
 (defun nonblocking-by-us-p (fd)
@@ -150,8 +152,9 @@ with errno set."
       (when (= 0 (%connect fd address size)) (return 0))
       (let ((errno (get-errno)))
         (cond ((= errno sb-unix:einprogress)
-               (park-on-file cell file +output+ nil)
-               (return (finish-connecting fd address size)))
+               (return (loop (park-on-file cell file +output+ nil)
+                             (let ((result (finish-connecting fd address size)))
+                               (unless (eq result :in-progress) (return result))))))
               ((and (= errno sb-unix:ewouldblock) (local-address-p address))
                (await-room-elsewhere cell))
               (t (return -1)))))))
@@ -159,9 +162,13 @@ with errno set."
 (defun finish-connecting (fd address size)
   (let ((result (alien-funcall (extern-alien "fiber_connect_result" (function int int)) fd)))
     ;; Only after a second call does the kernel take the socket for connected, and refuse to
-    ;; connect it again.
-    (when (= result 0) (%connect fd address size))
-    result))
+    ;; connect it again. A report may have been about what was before the first.
+    (if (and (= result 0) (/= 0 (%connect fd address size)) (connecting-p (get-errno)))
+        :in-progress
+        result)))
+
+(defun connecting-p (errno)
+  (= 1 (alien-funcall (extern-alien "fiber_is_connecting" (function int int)) errno)))
 
 (defun parking-flags (fd flags)
   "FLAGS for a call on FD that must not wait if this is a fiber."
@@ -204,10 +211,10 @@ more or fails; once, if not ALL. Return their number, or what CALL returned if t
                                                     int system-area-pointer system-area-pointer))
                  fd sap length flags (alien-sap address) (alien-sap size)))
 
-;;; What is out of band, or in the queue of errors, is not there when a read would not wait.
+;;; What is out of band, or in the queue of errors, or peeked at from an offset on, is not there
+;;; when a read would not wait.
 (defun only-about-data-p (flags)
-  (not (logtest flags (lognot (logior sb-unix:msg-peek sb-unix:msg-waitall
-                                      sb-unix:msg-dontwait)))))
+  (not (logtest flags (lognot (logior sb-unix:msg-waitall sb-unix:msg-dontwait)))))
 
 ;;; What is only looked at stays: asking again would give the same bytes.
 (defun peeks-at-all-p (flags)

@@ -22,9 +22,9 @@
 ;;;  - if a chain is not empty, the descriptor is armed for that direction in the poller whose
 ;;;    number is INPUT-POLLER or OUTPUT-POLLER, or its report is being handled; or that poller is
 ;;;    the KEEPER, which will report the next change, see fiber/readiness.lisp;
-;;;  - KNOWN-TO has the bits of the pollers that have ever heard of the descriptor in its present
-;;;    GENERATION (a poller may hear of it late, from a thread that arms while it is being closed:
-;;;    the report of that one is dropped);
+;;;  - KNOWN-TO has the bits of the pollers that have heard of the descriptor in its present
+;;;    GENERATION, and not forgotten it (a poller may hear of it late, from a thread that arms while
+;;;    it is being closed: the reports of that one are dropped);
 ;;;  - ARMING is 0, and so is LEAVING.
 ;;;
 ;;;     state of a waiter          move                     by
@@ -53,6 +53,9 @@
 ;;;     now, wishes   -> now, more      WISH-TO-ARM           any other
 ;;;     now, wishes   -> now, fewer     NEXT-ARMING           the thread that arms
 ;;;     now           -> 0              NEXT-ARMING           the same
+;;;
+;;; A wish for a direction is one for the poller that serves it by then. That the keeper is armed is
+;;; a wish of its own, +KEEPER+: the next fibers will rely on it, even if all that waited are gone.
 (defstruct (fd-cell (:constructor make-fd-cell (fd))
                     (:copier nil))
   (lock 0 :type word)
@@ -68,7 +71,7 @@
   (output nil)
   (input-poller 0 :type (mod #.max-pollers))
   (output-poller 0 :type (mod #.max-pollers))
-  (arming 0 :type (unsigned-byte 3))
+  (arming 0 :type (unsigned-byte 4))
   ;; The number of the poller that has the file registered for good, or NIL, and what it has
   ;; reported, see fiber/readiness.lisp.
   (keeper nil :type (or null (mod #.max-pollers)))
@@ -165,6 +168,7 @@ woken."
 ;;;; arming
 
 (defconstant +arming-now+ 4)
+(defconstant +keeper+ 8)
 
 ;;; What to arm in poller number INDEX: a one-shot registration replaces the one before, so it must
 ;;; name all directions for which fibers wait there.
@@ -192,26 +196,32 @@ call ARM-CELL when it has released that."
 
 ;;; All the wishes that one system call fulfils are taken out, and no other: a wish for a direction
 ;;; whose waiters are in another poller by now is one for that.
+(declaim (inline wishes-for-poller))
+(defun wishes-for-poller (cell index)
+  (logior (directions-of-poller cell index)
+          (if (eql index (fd-cell-keeper cell)) +keeper+ 0)))
+
 (defun next-arming (cell)
   "Take wishes out of ARMING of CELL, and return the number of the poller in which to arm, and
 whether that has not heard of the descriptor yet; or else NIL and be done. For the thread that arms,
 which holds the lock of CELL."
-  (let ((wishes (logand (fd-cell-arming cell) (logior +input+ +output+))))
+  (let ((wishes (logandc2 (fd-cell-arming cell)
+                          (if (fd-cell-keeper cell)
+                              +arming-now+
+                              (logior +arming-now+ +keeper+)))))
     (cond ((= wishes 0)
            (setf (fd-cell-arming cell) 0)
            nil)
           (t
-           (let ((index (if (logtest wishes +input+)
-                            (fd-cell-input-poller cell)
-                            (fd-cell-output-poller cell)))
+           (let ((index (cond ((logtest wishes +keeper+) (fd-cell-keeper cell))
+                              ((logtest wishes +input+) (fd-cell-input-poller cell))
+                              (t (fd-cell-output-poller cell))))
                  (known-to (fd-cell-known-to cell)))
              (setf (fd-cell-arming cell)
-                   (logior +arming-now+ (logandc2 wishes (directions-of-poller cell index)))
+                   (logior +arming-now+ (logandc2 wishes (wishes-for-poller cell index)))
                    (fd-cell-known-to cell) (logior known-to (poller-bit index)))
              (values index (not (logbitp index known-to))))))))
 
-;;; The keeper is armed even if all that waited were woken meanwhile: the next to wait will rely on
-;;; it.
 (declaim (inline how-to-arm))
 (defun how-to-arm (cell index)
   "What %POLLER-ARM is to be told for CELL in poller number INDEX, or 0."
@@ -244,14 +254,28 @@ returned true."
           (when index
             (setf directions (how-to-arm cell index)
                   data (fd-cell-data cell)
-                  leaving (shiftf (fd-cell-leaving cell) 0)))
+                  leaving (logandc2 (shiftf (fd-cell-leaving cell) 0) (poller-bit index))))
           nil)
         (unless index (return))
         (unless (= leaving 0) (forget-in-pollers (fd-cell-fd cell) leaving))
         (unless (= directions 0)        ; it may have been woken meanwhile
-          (when freshp (setf directions (logior directions +fresh+)))
-          (let ((errno (arm-in-poller index (fd-cell-fd cell) directions data)))
-            (unless (= errno 0) (refuse-waiters cell index data errno))))))))
+          (arm-for-all cell index (if freshp (logior directions +fresh+) directions) data))))))
+
+;;; What is kept in vain would report for ever. No other thread arms the next file of this number
+;;; meanwhile, so only what was armed here is forgotten.
+(defun arm-for-all (cell index directions data)
+  "Arm CELL, with DATA, in poller number INDEX, and tell its waiters if that is refused."
+  (declare (type (mod 16) directions) (word data))
+  (let ((errno (arm-in-poller index (fd-cell-fd cell) directions data)))
+    (unless (= errno 0) (refuse-waiters cell index data errno))
+    (when (logtest directions +keep+)
+      (unless (and (= data (fd-cell-data cell)) (eql index (fd-cell-keeper cell)))
+        (forget-in-pollers (fd-cell-fd cell) (poller-bit index))))))
+
+(declaim (inline end-keeping))
+(defun end-keeping (cell index)
+  "Do not rely on poller number INDEX any more. For the holder of the lock."
+  (when (eql (fd-cell-keeper cell) index) (setf (fd-cell-keeper cell) nil)))
 
 ;;; No report would come for these fibers.
 (declaim (ftype (sfunction (fd-cell (mod #.max-pollers) word (signed-byte 32)) t) refuse-waiters))
@@ -261,7 +285,7 @@ that of CELL."
   (let ((chain nil))
     (with-tiny-lock ((fd-cell-lock cell))
       (when (= data (fd-cell-data cell))
-        (when (eql (fd-cell-keeper cell) index) (setf (fd-cell-keeper cell) nil))
+        (end-keeping cell index)
         (setf chain (take-waiters cell (wanted-directions cell index))))
       nil)
     (mapc #'unpark (release-waiters chain errno))))
@@ -295,7 +319,8 @@ or else :WAITS."
                 add-waiter))
 (defun add-waiter (cell fiber direction poller file)
   "Let FIBER wait in POLLER until CELL is ready for DIRECTION. Return :CLOSED if CELL does not stand
-for FILE any more, see NOTE-FILE, and :UNPROVEN if it may be ready now, and no report would come."
+for FILE any more, see NOTE-FILE, and :UNPROVEN if it may be ready now, and no report would come:
+then FIBER does not wait."
   (setf (fiber-wait-next fiber) nil
         (fiber-wait-result fiber) nil)
   (let ((outcome (with-tiny-lock ((fd-cell-lock cell))
@@ -344,7 +369,7 @@ for FILE any more, see NOTE-FILE, and :UNPROVEN if it may be ready now, and no r
                (fiber-wait-result fiber) :ready))
        fiber)))
 
-(declaim (ftype (sfunction (poller word (mod 4)) (values t t)) handle-report))
+(declaim (ftype (sfunction (poller word (mod 8)) (values t t)) handle-report))
 (defun handle-report (poller data directions)
   "The descriptor of DATA has been reported ready for DIRECTIONS. Return the fiber that waited for
 input and the one that waited for output, each or NIL, which must be woken."
@@ -361,8 +386,8 @@ input and the one that waited for output, each or NIL, which must be woken."
                      (setf writer (take-waiter (fd-cell-output cell))))
                    (let ((wanted (wanted-directions cell index)))
                      ;; The keeper goes on to report the other direction.
-                     (when (eql (fd-cell-keeper cell) index)
-                       (note-readiness cell directions)
+                     (when (and (eql (fd-cell-keeper cell) index)
+                                (note-report-of-keeper cell directions))
                        (setf wanted (logand wanted directions)))
                      (and (/= wanted 0) (wish-to-arm cell wanted))))))
       (arm-cell cell))
@@ -384,6 +409,7 @@ keep the registration alive and report for another file that gets the number: he
             known-to (fd-cell-known-to cell)
             (fd-cell-known-to cell) 0
             (fd-cell-keeper cell) nil
+            (fd-cell-leaving cell) 0
             (fd-cell-kind cell) nil
             (fd-cell-nonblocking-by-us cell) nil
             (fd-cell-closing cell) t
@@ -436,7 +462,7 @@ the head of a chain that was served by it: for a fiber of another group, which h
 
 (defun drop-keeper (cell index)
   (with-tiny-lock ((fd-cell-lock cell))
-    (when (eql (fd-cell-keeper cell) index) (setf (fd-cell-keeper cell) nil))
+    (end-keeping cell index)
     nil))
 
 (defun first-in-poller (cell direction index)
@@ -453,18 +479,18 @@ the head of a chain that was served by it: for a fiber of another group, which h
     (let* ((first (first-in-poller cell direction index))
            (poller (and first (funcall heir first))))
       (when (if poller
-                (rearm-elsewhere cell direction first poller)
+                (rearm-elsewhere cell direction first index poller)
                 (eq first (first-in-poller cell direction index)))
         (return)))))
 
 ;;; Once FIRST has left, POLLER may have been freed as well, and the fibers that wait now have
 ;;; another one.
-(defun rearm-elsewhere (cell direction first poller)
-  "Let POLLER serve the fibers that wait for DIRECTION of CELL. Return false if FIRST is not the
-first of them any more."
+(defun rearm-elsewhere (cell direction first index poller)
+  "Let POLLER serve the fibers that wait for DIRECTION of CELL in poller number INDEX. Return false
+if FIRST is not the first of them any more."
   (let ((arm nil))
     (when (with-tiny-lock ((fd-cell-lock cell))
-            (when (eq first (if (= direction +input+) (fd-cell-input cell) (fd-cell-output cell)))
+            (when (eq first (first-in-poller cell direction index))
               (if (= direction +input+)
                   (setf (fd-cell-input-poller cell) (poller-index poller))
                   (setf (fd-cell-output-poller cell) (poller-index poller)))

@@ -240,10 +240,21 @@
 ;;;; any more. What is armed to be kept is reported when it is armed, and after each CHANGE.
 
 (defstruct epoll
-  (armed 0) (data 0) (file 0) (poller -1) (closed nil) (log '()) (changed 0)
+  (registrations '()) (closed nil) (log '())
   (ready (logior sb-fiber::+input+ sb-fiber::+output+)) (errno 0))
 (defvar *epoll*)
 (defvar *cell*)
+
+;;; Of one poller, by its number.
+(defstruct (registration (:constructor make-registration (poller armed data)))
+  poller armed data (file (car *file*)) (changed 3))
+
+(defun registration-in (epoll number)
+  (find number (epoll-registrations epoll) :key #'registration-poller))
+
+(defun forget-registration (epoll number)
+  (setf (epoll-registrations epoll)
+        (remove number (epoll-registrations epoll) :key #'registration-poller)))
 
 (defun steps::find-fd-cell (fd createp) (declare (ignore fd createp)) *cell*)
 (defun steps::map-fd-cells (function) (funcall function *cell*))
@@ -260,11 +271,8 @@
                (when (eql number (epoll-closed epoll))
                  (fail-history "A descriptor is used that the poller has closed."))
                (when (= 0 (epoll-refusal epoll))
-                 (setf (epoll-armed epoll) directions
-                       (epoll-data epoll) data
-                       (epoll-poller epoll) number
-                       (epoll-changed epoll) 3
-                       (epoll-file epoll) (car *file*))
+                 (forget-registration epoll number)
+                 (push (make-registration number directions data) (epoll-registrations epoll))
                  (push (cons number directions) (epoll-log epoll)))
                (epoll-refusal epoll)))))
 
@@ -275,33 +283,44 @@
     (unless (sb-fiber::fd-cell-closing *cell*)
       (perform :locked epoll 'armed
                (lambda ()
-                 (when (and (>= (epoll-poller epoll) no-descriptor)
-                            (logbitp (- (epoll-poller epoll) no-descriptor) known-to))
-                   (setf (epoll-armed epoll) 0)))))))
+                 (dotimes (i 3)
+                   (when (logbitp i known-to) (forget-registration epoll (+ no-descriptor i)))))))))
 
 (defun close-epoll (poller)
   (let ((epoll *epoll*))
     (perform :locked epoll 'armed
              (lambda () (setf (epoll-closed epoll) (sb-fiber::poller-epoll poller))))))
 
+(defun ready-directions (epoll registration)
+  "What is to be reported of REGISTRATION now."
+  (if (and registration
+           (= (registration-file registration) (car *file*))
+           (not (eql (registration-poller registration) (epoll-closed epoll))))
+      (logand (registration-armed registration) (epoll-ready epoll)
+              (if (logtest sb-fiber::+keep+ (registration-armed registration))
+                  (registration-changed registration)
+                  3))
+      0))
+
 (defun next-report (epoll poller)
   "The data and the directions of a report to POLLER, after which nothing is armed, unless it is
 kept."
-  (labels ((keptp () (logtest sb-fiber::+keep+ (epoll-armed epoll)))
-           (ready ()
-             (if (and (= (epoll-file epoll) (car *file*))
-                      (= (epoll-poller epoll) (sb-fiber::poller-epoll poller))
-                      (not (eql (epoll-poller epoll) (epoll-closed epoll))))
-                 (logand (epoll-armed epoll) (epoll-ready epoll)
-                         (if (keptp) (epoll-changed epoll) 3))
-                 0)))
+  (labels ((registration () (registration-in epoll (sb-fiber::poller-epoll poller)))
+           (take ()
+             (let ((registration (registration)))
+               (prog1 (list (registration-data registration)
+                            (ready-directions epoll registration))
+                 (setf (registration-changed registration) 0)
+                 (unless (logtest sb-fiber::+keep+ (registration-armed registration))
+                   (setf (registration-armed registration) 0))))))
     (apply #'values
-           (perform-when-needed :locked epoll 'armed
-                                (lambda ()
-                                  (prog1 (list (epoll-data epoll) (ready))
-                                    (setf (epoll-changed epoll) 0)
-                                    (unless (keptp) (setf (epoll-armed epoll) 0))))
-                                (lambda () (/= 0 (ready)))))))
+           (perform-when-needed :locked epoll 'armed #'take
+                                (lambda () (/= 0 (ready-directions epoll (registration))))))))
+
+(defun note-change (epoll directions)
+  (dolist (registration (epoll-registrations epoll))
+    (setf (registration-changed registration)
+          (logior directions (registration-changed registration)))))
 
 ;;; A connection over which octets come.
 (defvar *octets*)
@@ -311,8 +330,8 @@ kept."
     (perform :locked epoll 'armed
              (lambda ()
                (incf *octets*)
-               (setf (epoll-ready epoll) (logior sb-fiber::+input+ (epoll-ready epoll))
-                     (epoll-changed epoll) (logior sb-fiber::+input+ (epoll-changed epoll)))))))
+               (setf (epoll-ready epoll) (logior sb-fiber::+input+ (epoll-ready epoll)))
+               (note-change epoll sb-fiber::+input+)))))
 
 (defun receive-octet ()
   "1 or minus an errno."
@@ -325,13 +344,13 @@ kept."
                                 (logandc2 (epoll-ready epoll) sb-fiber::+input+)))
                         1))))))
 
-(defun steps::find-out-kind (cell)
+(defun steps::find-out-edges (cell)
   (setf (sb-fiber::fd-cell-kind cell) :stream))
 
-(defun steps::poll-now (fd direction)
+(defun steps::%poll-now (fd direction)
   (declare (ignore fd))
   (let ((epoll *epoll*))
-    (perform :locked epoll 'armed (lambda () (logtest direction (epoll-ready epoll))))))
+    (perform :locked epoll 'armed (lambda () (logand direction (epoll-ready epoll))))))
 
 (defun serve-epoll (&optional (poller (sb-fiber::scheduler-poller *scheduler*)))
   (loop
