@@ -81,15 +81,6 @@ fetch_from_debian() {
     return 1
 }
 
-# The mirrors of apt's .list and .sources files.
-debian_mirrors() {
-    cat /etc/apt/sources.list /etc/apt/sources.list.d/*.list \
-        /etc/apt/sources.list.d/*.sources 2>/dev/null |
-        sed -n -e 's/^deb[[:blank:]]*\(\[[^]]*\]\)*[[:blank:]]*\([^ ]*\) .*/\2/p' \
-               -e 's/^URIs:[[:blank:]]*//p' |
-        tr ' ' '\n' | grep -v security | sort -u
-}
-
 # Find the release: sets $source, and $from to what tells it from others.
 find_source() {
     if [ "${SBCL_SOURCE-}" ]; then

@@ -65,6 +65,27 @@ for name; do
         die "there is no suite $name: no file tests/fiber/$file.lisp"
 done
 
+# Hunchentoot's own tests are in its release, and not in Debian's package: in
+# HUNCHENTOOT_SOURCE, or fetched.
+hunchentoot_tests() {
+    [ "${HUNCHENTOOT_SOURCE-}" ] && return
+    version=1.2.38
+    HUNCHENTOOT_SOURCE=$build/hunchentoot-v$version
+    export HUNCHENTOOT_SOURCE
+    [ -d "$HUNCHENTOOT_SOURCE" ] && return
+    archive=$build/hunchentoot.tar.gz
+    for mirror in $(debian_mirrors); do
+        if /usr/lib/apt/apt-helper download-file \
+               "$mirror/pool/main/h/hunchentoot/hunchentoot_$version.orig.tar.gz" "$archive" \
+               SHA256:9a29698453a04c5cc1ff37edfe961122eb1baf5cb5c02a50efd34f525ef99dae
+        then
+            tar -xzf "$archive" -C "$build"
+            return
+        fi
+    done >"$build/fetch.log" 2>&1
+    return 1
+}
+
 needs=
 lisp=/usr/share/common-lisp/source
 [ "$*" = upstream ] || [ "$*" = plain ] ||
@@ -81,6 +102,9 @@ esac
 case " $* " in
     *" ssl "* | *" ssl-moving "* | *" http-tls "* | *" http-tls-moving "* | *" manual "*)
         needs="$needs cl-plus-ssl=$lisp/cl+ssl openssl" ;;
+esac
+case " $* " in
+    *" hunchentoot-suite"*) needs="$needs cl-drakma=$lisp/drakma cl-who=$lisp/cl-who" ;;
 esac
 case " $* " in *" build "*) needs="$needs texinfo=makeinfo" ;; esac
 case " $* " in
@@ -217,6 +241,12 @@ for name; do
         in-fibers) in_fibers ;;
         plain) plain ;;
         upstream) upstream ;;
+        hunchentoot-suite*)
+            if hunchentoot_tests
+            then suite "$name"
+            else echo "$name: skipped, as Hunchentoot's release cannot be fetched;" \
+                      "HUNCHENTOOT_SOURCE may name its directory"
+            fi ;;
         *) suite "$name" ;;
     esac
 done

@@ -68,6 +68,15 @@ build_needs() {
 }
 compiles() { echo "#include <$1>" | ${CC:-cc} -E - >/dev/null 2>&1; }
 
+# The mirrors of apt's .list and .sources files.
+debian_mirrors() {
+    cat /etc/apt/sources.list /etc/apt/sources.list.d/*.list \
+        /etc/apt/sources.list.d/*.sources 2>/dev/null |
+        sed -n -e 's/^deb[[:blank:]]*\(\[[^]]*\]\)*[[:blank:]]*\([^ ]*\) .*/\2/p' \
+               -e 's/^URIs:[[:blank:]]*//p' |
+        tr ' ' '\n' | grep -v security | sort -u
+}
+
 release=$(sed -n 's/^release //p' "$root/UPSTREAM")
 
 # known_sum FILE: set $sum to FILE's; fail if it is not in UPSTREAM.

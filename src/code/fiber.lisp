@@ -110,8 +110,8 @@
 ;;;; find the same again, *naps*: it sleeps for no longer than +NAP+, and looks again. Only one
 ;;;; does so at a time, and while it does nobody is woken for another fiber of that kind: two that
 ;;;; talk to each other would wake a carrier with each word. So a fiber whose waker does not
-;;;; park waits for others at most as long as a nap. If the one that naps finds something else
-;;;; to do it wakes another.
+;;;; park waits for others at most as long as a nap, if there is a carrier that searches, and no
+;;;; limit on those that may. If the one that naps finds something else to do it wakes another.
 ;;;;
 ;;;; A group may have more carriers than there are processors. Then no more than these are to be *at
 ;;;; work*: not idle, and with a turn that is no older than a millisecond, so that those that

@@ -9,7 +9,8 @@
 
 (in-package "SB-FIBER-TESTS")
 
-(load (merge-pathnames "support/http.lisp" *load-truename*))
+(dolist (file '("http" "limits"))
+  (load (merge-pathnames (format nil "support/~A.lisp" file) *load-truename*)))
 
 ;;; What Clack's system "clack-socket" defines, for the methods that the handler has if it is there.
 (unless (find-package "CLACK.SOCKET")
@@ -243,15 +244,17 @@
       (clack.socket:write-sequence-to-socket-buffer socket (message ""))
       (clack.socket:flush-socket-buffer socket))))
 
+(defun octet-stream (socket)
+  (sb-bsd-sockets:socket-make-stream socket :input t :output t :buffering :full :timeout 20
+                                            :element-type '(unsigned-byte 8)))
+
 (test upgraded-connections
   (on-carriers (n :counts '(1 2))
     (with-application (place #'echo-application :carrier-count n)
       (let ((streams (loop repeat 20 collect (connect-to place))))
         (unwind-protect
              (let ((streams (loop for socket in streams
-                                  collect (sb-bsd-sockets:socket-make-stream
-                                           socket :input t :output t :buffering :full :timeout 20
-                                                  :element-type '(unsigned-byte 8)))))
+                                  collect (octet-stream socket))))
                (dolist (stream streams)
                  (send-parts stream (request "/" "Connection: upgrade" "Upgrade: x"))
                  (is (equal "HTTP/1.1 101 X" (first (read-reply stream)))))
@@ -285,6 +288,46 @@
           (is (equal (apply #'concatenate 'string (loop repeat 400 collect "0123456789"))
                      (octets-string-of (read-octets stream 4000))))
           (mapc #'join-thread threads))))))
+
+;;; A word that is echoed, and one that a thread pushes, are each whole.
+(defun words-of (octets)
+  (let ((text (octets-string-of octets)))
+    (sort (loop for start from 0 below (length text) by 5
+                collect (subseq text start (+ start 5)))
+          #'string<)))
+
+(defun send-at-once (stream octets)
+  (write-sequence octets stream)
+  (finish-output stream))
+
+(test a-thousand-sockets-and-threads-that-push
+  (exchange-limit +rlimit-nofile+ 4096 t)
+  (let ((sockets '()) (lock (make-mutex)))
+    (with-application (place (lambda (environment)
+                               (with-mutex (lock) (push (getf environment :clack.io) sockets))
+                               (echo-application environment))
+                             :carrier-count 2)
+      (let ((streams (loop repeat 1000 collect (octet-stream (connect-to place)))))
+        (unwind-protect
+             (progn
+               (dolist (stream streams)
+                 (send-at-once stream (request "/" "Connection: upgrade" "Upgrade: x")))
+               (is (every (lambda (stream) (equal "HTTP/1.1 101 X" (first (read-reply stream))))
+                          streams))
+               (let ((threads (loop for word in '("01234" "56789")
+                                    collect (make-thread
+                                             (lambda (octets)
+                                               (dolist (socket sockets)
+                                                 (clack.socket:write-sequence-to-socket
+                                                  socket octets)))
+                                             :arguments (list (string-octets word))))))
+                 (dolist (stream streams) (send-at-once stream (string-octets "hello")))
+                 (mapc #'join-thread threads))
+               (is (= 1000 (count-if (lambda (stream)
+                                       (equal '("01234" "56789" "HELLO")
+                                              (words-of (read-octets stream 15))))
+                                     streams))))
+          (mapc #'close streams))))))
 
 ;;;; What Clack calls
 
