@@ -235,6 +235,7 @@
 (defun steps::would-wait-p (result) (= result -1))
 (defun steps::nonblocking-by-us-p (fd) (declare (ignore fd)) t)
 (defun steps::await-room-elsewhere (cell) (declare (ignore cell)))
+(defun steps::spend-budget (cost) (declare (ignore cost)))
 
 ;;;; epoll(7) with this number, which is always ready, for READY; a file that is closed is not armed
 ;;;; any more. What is armed to be kept is reported when it is armed, and after each CHANGE.
