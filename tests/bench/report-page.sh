@@ -41,27 +41,40 @@ with_medians() {
     awk -F, "$@" "$medians $program" "$csv"
 }
 
+# origin TABLE: of which commit, and when
+origin() {
+    awk -F, -v table="$1" '$1 == table {
+        if ($5 == "commit") split($6, of, " ")
+        else if ($4 + 1 > rounds) rounds = $4 + 1
+    } END { printf "Commit %s, %s, %d rounds.\n\n", of[1], of[2], rounds }' "$csv"
+}
+
 measured() { awk -F, -v table="$1" '$1 == table { found = 1 } END { exit !found }' "$csv"; }
 
-# show TABLE KEY HEAD: the medians, and how far the rounds are apart; nothing if there are none.
+# show TABLE KEY HEAD: the medians, and how far the rounds are apart; nothing if there are none. A
+# line for each runtime, or for each case if these are many.
 show() {
-    with_medians 'END {
-        if (!nrows) exit
-        printf "**%s**\n\n| |", head
-        for (j = 1; j <= ncolumns; j++) printf " %s |", column[j]; print ""
+    with_medians 'function cell(row, column) {
+        if (!count[row, column]) return " |"
+        m = middle(row, column)
+        return " " number(m) (m > 0 ? sprintf(" ±%d%%", 50 * (most - least) / m + 0.5) : "") " |"
+    }
+    function table_of(rows, nrows, columns, ncolumns, across,   i, j) {
+        printf "| |"; for (j = 1; j <= ncolumns; j++) printf " %s |", columns[j]; print ""
         printf "|---|"; for (j = 1; j <= ncolumns; j++) printf "---:|"; print ""
         for (i = 1; i <= nrows; i++) {
-            printf "| %s |", row[i]
+            printf "| %s |", rows[i]
             for (j = 1; j <= ncolumns; j++)
-                if (count[row[i], column[j]]) {
-                    m = middle(row[i], column[j])
-                    printf " %s", number(m)
-                    if (m > 0) printf " ±%d%%", 50 * (most - least) / m + 0.5
-                    printf " |"
-                } else printf " |"
+                printf "%s", across ? cell(columns[j], rows[i]) : cell(rows[i], columns[j])
             print ""
         }
         print ""
+    }
+    END {
+        if (!nrows) exit
+        printf "**%s**\n\n", head
+        if (ncolumns > 10) table_of(column, ncolumns, row, nrows, 1)
+        else table_of(row, nrows, column, ncolumns, 0)
     }' -v table="$1" -v key="$2" -v head="$3"
 }
 
@@ -82,8 +95,8 @@ behind() {
                     }
                 }
             if (found && other && sign * theirs > sign * best)
-                printf "- %s: %s has %s, we %s (%.2f)\n", column[j], who, number(theirs),
-                    number(best), best / theirs
+                printf "- %s: %s has %s, we %s%s\n", column[j], who, number(theirs),
+                    number(best), theirs > 0 ? sprintf(" (%.2f)", best / theirs) : ""
         }
     }' -v table="$1" -v key="$2" -v better="$3" -v ours="$4" >"$directory/.behind"
     if [ -s "$directory/.behind" ]; then
@@ -126,16 +139,36 @@ END
     echo
 }
 
+# bars TABLE KEY CASES UNIT ROW...: bars of the ROWs at some CASES, as text
+bars() {
+    table=$1 key=$2 cases=$3 unit=$4
+    shift 4
+    rows=$(IFS='|'; echo "$*")
+    with_medians 'END {
+        n = split(cases, c, " "); m = split(rows_wanted, r, "|")
+        for (j = 1; j <= n; j++) for (i = 1; i <= m; i++)
+            if (count[r[i], c[j]] && middle(r[i], c[j]) > top) top = middle(r[i], c[j])
+        for (j = 1; j <= n; j++) {
+            printf "%s %s\n", c[j], unit
+            for (i = 1; i <= m; i++) if (count[r[i], c[j]]) {
+                x = middle(r[i], c[j])
+                printf "  %-28s %7d ", r[i], x
+                for (k = 0; k < 36 * x / top; k++) printf "#"
+                print ""
+            }
+        }
+    }' -v table="$table" -v key="$key" -v cases="$cases" -v unit="$unit" -v rows_wanted="$rows"
+}
+
 version() { command -v "$1" >/dev/null 2>&1 && { shift; "$@" 2>&1 | head -n 1; } || :; }
 
 {
     cat <<END
 # Benchmarks
 
-Measured by \`sh tests/bench/report.sh\` at commit
-$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown) on $(date -u +%Y-%m-%d).
-Each table was measured in one run, all programs in turns; a cell is the median of the rounds, and
-half of the distance between the lowest and the highest of them. Server and client share one
+Measured by \`sh tests/bench/report.sh\`. Each table was measured in one run, all programs in
+turns; a cell is the median of the rounds, and half of the distance between the lowest and the
+highest of them. Server and client share one
 machine, so the figures are for comparing, and not for what a server alone could do; differences
 smaller than the spread mean nothing. P is the number of carriers.
 
@@ -149,7 +182,9 @@ $(for line in "gcc: $(version gcc gcc --version)" "Go: $(version go go version)"
     case $line in *": ") ;; *) echo "- $line" ;; esac
 done)
 
-The peers' programs are in tests/bench/peers, with a page that says what each benchmark is.
+The peers' programs are in tests/bench/peers, with a page that says what each benchmark is. Those
+in C are loops over epoll, or over switches in assembly: they have no scheduler, and say what the
+machine can do.
 
 END
     if measured http; then
@@ -163,7 +198,10 @@ connections: fibers 3,219 at first, and 86,560 with 4 carriers after three steps
 carriers; threads 48,000; Java's virtual threads 160,000.
 
 END
+        origin http
         chart http rps http "Hello world, requests a second" connections
+        bars http rps "10 100 1000 10000" connections "Hunchentoot on fibers P=2" \
+            "Hunchentoot on threads" "Go net/http" "hyper" "Java HttpServer" >"$directory/http.txt"
         show http rps "Requests a second"
         behind http rps higher "fibers"
         show http p50_ms "Half of the answers within, ms"
@@ -180,6 +218,7 @@ END
 ns for each switch, message or turn.
 
 END
+        origin scheduler
         show scheduler ns "ns"
         behind scheduler ns lower "SBCL"
         show scheduler us_per_fiber "Fibers that are made, yield once and end: us for each"
@@ -192,6 +231,7 @@ END
 Workers x requests: each worker is asked 8 octets over one pipe, and answers over another.
 
 END
+        origin pipes
         show pipes us_per_request "us for a request"
         behind pipes us_per_request lower "SBCL fibers"
     fi
@@ -202,6 +242,7 @@ END
 10 connections.
 
 END
+        origin blobs
         show blobs rps "Requests a second"
         behind blobs rps higher "fibers|engine"
     fi
@@ -214,6 +255,7 @@ loop that reads requests and writes replies, and looks at nothing. \`one-shot\` 
 are the kinds of pollers; the first is the default.
 
 END
+        origin rpc
         show rpc ops_per_s "Round trips a second"
         behind rpc ops_per_s higher "SBCL fibers"
         show rpc rps "Requests a second to a server that looks at nothing"
@@ -224,6 +266,7 @@ END
 ## Many fibers
 
 END
+        origin scale
         show scale bytes_per_fiber "Parked fibers: resident bytes of each"
         behind scale bytes_per_fiber lower "SBCL"
         show scale page_table_bytes "Page tables for each, bytes"
@@ -241,6 +284,7 @@ END
 ## Web servers in Lisp
 
 END
+        origin lisp
         show lisp rps "Requests a second"
         show lisp p99_ms "99 of 100 answers within, ms"
     fi

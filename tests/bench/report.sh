@@ -243,6 +243,8 @@ for table in $tables; do
     # A table is only what one run has measured.
     awk -F, -v table="$table" '$1 != table' "$csv" >"$csv.new"
     mv "$csv.new" "$csv"
+    commit=$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)
+    echo "$table,report,,0,commit,$commit $(date -u +%Y-%m-%d)" >>"$csv"
     round=0
     while [ "$round" -lt "$rounds" ]; do
         "${table}_round"
