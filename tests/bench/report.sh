@@ -200,7 +200,8 @@ rpc_round() {
         serve rpc "SBCL fibers, $POLLER" raw "10 100 1000"
     done
     unset POLLER
-    for language in c go rust; do
+    ! have c || serve rpc c c "10 100 1000"
+    for language in go rust; do
         ! have $language || serve rpc $language $language-raw "10 100 1000"
     done
 }

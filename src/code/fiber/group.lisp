@@ -81,8 +81,8 @@ SUBMIT-FIBER, FINISH-FIBERS and FIBER-GROUP-STATISTICS call T. POLLER says how d
 which fibers wait are registered: with :ONE-SHOT, which is the default, for each wait anew; with
 :PERSISTENT once, which saves a system call for each wait after the first, but needs to be told of
 each close. TIME-SLICE is a real from 1/1000 to 3600: a fiber that has run for so many seconds is
-interrupted, and yields, as soon as it can; or it is NIL, the default: fibers run until they park or
-yield. NAME is a string designator, for printing.
+interrupted, and yields, if it can, see the manual; or it is NIL, the default: fibers run until they
+park or yield. NAME is a string designator, for printing.
 
 A TYPE-ERROR is signaled if an argument is something else, and an ERROR if the system has not
 enough descriptors or threads."

@@ -12,14 +12,14 @@
 (in-package "SB-FIBER")
 
 ;;; A fiber that computes, or is in a foreign call that waits, keeps its carrier, and does not say
-;;; so. The monitor of a group, a thread, looks at the carriers every *STUCK-CARRIER-TIME*. From a
-;;; carrier that has run the same fiber all the time it takes the scheduler away, with the queue,
-;;; the deadlines and the poller, and a spare serves that. The carrier becomes a spare when its
-;;; fiber parks. The monitor also sees to it that there is a spare.
+;;; so. The monitor of a group, a thread, looks at the carriers every *STUCK-CARRIER-TIME*, or every
+;;; time slice if that is shorter. From a carrier that has run the same fiber all the time it takes
+;;; the scheduler away, with the queue, the deadlines and the poller, and a spare serves that. The
+;;; carrier becomes a spare when its fiber parks. The monitor also sees to it that there is a spare.
 ;;;
-;;; The carrier is not asked, and no signal is sent to it: that would make its system call fail with
-;;; EINTR, and would not be heard with interrupts off. Nor may it pay for a locked instruction in
-;;; each switch. Instead:
+;;; For that the carrier is not asked (as it is to end a time slice, see fiber/slice.lisp), and no
+;;; signal is sent to it: that would make its system call fail with EINTR, and would not be heard
+;;; with interrupts off. Nor may it pay for a locked instruction in each switch. Instead:
 ;;;
 ;;;     the carrier                             the monitor
 ;;;     C1  make EPOCH odd                      M1  take SCHEDULER out of the carrier (atomically)

@@ -13,16 +13,16 @@
 
 ;;; In a group with time slices the monitor interrupts a fiber that has run for as long as a slice,
 ;;; and the fiber yields in the handler. So it does where it could be interrupted to do anything
-;;; else: not in WITHOUT-INTERRUPTS, nor in a foreign call, after which it does; and not where it
-;;; must not leave its carrier. There are addresses of the carrier's thread on a stack with a
-;;; handler, so the fiber goes on on the same carrier.
+;;; else: not in WITHOUT-INTERRUPTS, nor in a foreign call, after which it does, unless that is
+;;; interruptible; and not where it must not leave its carrier. There are addresses of the carrier's
+;;; thread on a stack with a handler, so the fiber goes on on the same carrier: it is put into the
+;;; inbox there, which goes before the queue.
 ;;;
 ;;; A fiber is asked once in a turn, that is an epoch of its carrier. By the time that it sees the
 ;;; interruption it may have had another turn: then it does nothing.
 ;;;
-;;; It does not yield as if it had called FIBER-YIELD: that is where a fiber leaves what is
-;;; cancelled, and whoever computes has not asked to be unwound. Nor must the exhaustion of the
-;;; stack be signalled, where there is too little left to wait.
+;;; It does not yield by FIBER-YIELD: the exhaustion of the stack must not be signalled where there
+;;; is too little left to wait, and whoever computes has not asked to leave what is cancelled.
 
 (defun may-yield-here-p (fiber)
   (and (waiting-room-p fiber)
