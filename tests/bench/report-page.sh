@@ -25,6 +25,14 @@ medians='
         least = v[1]; most = v[n]
         return n % 2 ? v[(n + 1) / 2] : (v[n / 2] + v[n / 2 + 1]) / 2
     }
+    # Cases that are numbers go by size.
+    function order(   i, j, t) {
+        for (i = 1; i <= ncolumns; i++) if (column[i] !~ /^[0-9]+$/) return
+        for (i = 2; i <= ncolumns; i++)
+            for (j = i; j > 1 && column[j - 1] + 0 > column[j] + 0; j--) {
+                t = column[j]; column[j] = column[j - 1]; column[j - 1] = t
+            }
+    }
     function number(x) {
         if (x >= 1000) return sprintf("%d", x + 0.5)
         return x >= 10 ? sprintf("%.1f", x) : sprintf("%.3g", x)
@@ -72,6 +80,7 @@ show() {
     }
     END {
         if (!nrows) exit
+        order()
         printf "**%s**\n\n", head
         if (ncolumns > 10) table_of(column, ncolumns, row, nrows, 1)
         else table_of(row, nrows, column, ncolumns, 0)
@@ -82,6 +91,7 @@ show() {
 # those whose names match OURS.
 behind() {
     with_medians 'END {
+        order()
         sign = better == "higher" ? 1 : -1
         for (j = 1; j <= ncolumns; j++) {
             found = other = 0
@@ -96,7 +106,7 @@ behind() {
                 }
             if (found && other && sign * theirs > sign * best)
                 printf "- %s: %s has %s, we %s%s\n", column[j], who, number(theirs),
-                    number(best), theirs > 0 ? sprintf(" (%.2f)", best / theirs) : ""
+                    number(best), (theirs > 0 ? sprintf(" (%.2f)", best / theirs) : "")
         }
     }' -v table="$1" -v key="$2" -v better="$3" -v ours="$4" >"$directory/.behind"
     if [ -s "$directory/.behind" ]; then
@@ -114,6 +124,7 @@ behind() {
 chart() {
     command -v gnuplot >/dev/null 2>&1 || return 0
     with_medians 'END {
+        order()
         for (i = 1; i <= nrows; i++) {
             printf "\"%s\"\n", row[i]
             for (j = 1; j <= ncolumns; j++)
