@@ -10,6 +10,7 @@
 #   DIRECTORY  default: doc/benchmarks
 #
 # A round runs all programs of a table in turns; there are ROUNDS, by default 3.
+# What all programs said is in build/report.log.
 # The machine should do nothing else: it takes some minutes, or within an hour
 # without --quick.
 #
@@ -35,7 +36,9 @@ while [ $# -gt 0 ]; do
 done
 directory=${1:-$root/doc/benchmarks}
 rounds=${ROUNDS:-3}
-mkdir -p "$directory"
+log=$root/build/report.log
+mkdir -p "$directory" "$root/build"
+: >"$log"
 csv=$directory/results.csv
 [ -s "$csv" ] || echo "table,runtime,case,round,key,value" >"$csv"
 
@@ -75,7 +78,7 @@ have() {
 
 # record TABLE RUNTIME CASE: a line of $csv for each key of the RESULT lines on standard input.
 record() {
-    tee -a "$directory/log" | awk -v table="$1" -v runtime="$2" -v name="$3" -v round="$round" '
+    tee -a "$log" | awk -v table="$1" -v runtime="$2" -v name="$3" -v round="$round" '
         $1 == "RESULT" {
             # It prints a line for no fibers as well.
             if ($2 == "gcpause") for (i = 4; i <= NF; i++) if ($i ~ /^n=/) name = substr($i, 3)
@@ -90,7 +93,7 @@ take() {
     in_table=$1 of=$2 name=$3
     shift 3
     echo "$in_table, round $((round + 1)): $of, $name" >&2
-    { timeout 600 "$@" 2>>"$directory/log" </dev/null || echo "FAILED $*"; } |
+    { timeout 600 "$@" 2>>"$log" </dev/null || echo "FAILED $*"; } |
         record "$in_table" "$of" "$name"
 }
 
