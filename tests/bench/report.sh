@@ -88,7 +88,7 @@ record() {
         }' >>"$csv"
 }
 
-# take TABLE RUNTIME CASE COMMAND...
+# take TABLE RUNTIME CASE COMMAND... None of these names has a comma.
 take() {
     in_table=$1 of=$2 name=$3
     shift 3
@@ -188,7 +188,7 @@ rpc_round() {
             export P
             for POLLER in one-shot persistent; do
                 export POLLER
-                ours rpc "SBCL fibers, $POLLER, P=$P" "$c" "rpc $c $seconds"
+                ours rpc "SBCL fibers P=$P $POLLER" "$c" "rpc $c $seconds"
             done
             unset POLLER
             for language in c go java rust; do
@@ -200,7 +200,7 @@ rpc_round() {
     done
     for POLLER in one-shot persistent; do
         export POLLER
-        serve rpc "SBCL fibers, $POLLER" raw "10 100 1000"
+        serve rpc "SBCL fibers $POLLER" raw "10 100 1000"
     done
     unset POLLER
     ! have c || serve rpc c c "10 100 1000"
