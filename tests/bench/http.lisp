@@ -29,6 +29,11 @@
     (and milliseconds (/ (parse-integer milliseconds) 1000)))
   "How many seconds a handler waits before it answers, or NIL.")
 
+(defparameter *octets*
+  (and (sb-ext:posix-getenv "OCTETS")
+       (sb-ext:string-to-octets *body*))
+  "What Hunchentoot's handler returns instead of a string, or NIL.")
+
 (defun answer ()
   (when *delay* (sleep *delay*))
   *body*)
@@ -48,8 +53,8 @@
       'hunchentoot:easy-acceptor))
 
 (hunchentoot:define-easy-handler (hello :uri "/") ()
-  (setf (hunchentoot:content-type*) "text/plain")
-  (answer))
+  (setf (hunchentoot:content-type*) (if *octets* "application/octet-stream" "text/plain"))
+  (or *octets* (answer)))
 
 (defun start-hunchentoot (port kind carriers)
   (hunchentoot:start

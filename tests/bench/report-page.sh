@@ -232,6 +232,7 @@ END
         origin scheduler
         show scheduler ns "ns"
         behind scheduler ns lower "SBCL"
+        show scheduler asm_ns "A switch in assembly, to nobody's queue: ns"
         show scheduler us_per_fiber "Fibers that are made, yield once and end: us for each"
         behind scheduler us_per_fiber lower "SBCL"
     fi

@@ -174,10 +174,14 @@ pipes_round() {
 blobs_round() {
     for BODY in 115000 10000000; do
         export BODY
-        serve blobs "Hunchentoot on fibers" fast 10 "$BODY octets"
+        export OCTETS=yes
+        serve blobs "Hunchentoot on fibers (octets)" fast 10 "$BODY octets"
+        serve blobs "Hunchentoot on threads (octets)" threads 10 "$BODY octets"
+        unset OCTETS
+        serve blobs "Hunchentoot on fibers (string)" fast 10 "$BODY octets"
         serve blobs "HTTP engine" engine 10 "$BODY octets"
         serve blobs "HTTP engine with a file" file 10 "$BODY octets"
-        serve blobs "Hunchentoot on threads" threads 10 "$BODY octets"
+        serve blobs "Hunchentoot on threads (string)" threads 10 "$BODY octets"
     done
     unset BODY
 }

@@ -58,6 +58,7 @@
 #   POLLER persistent: with pollers of that kind
 #   DELAY  with http, how many milliseconds the handlers of Hunchentoot and Clack wait
 #   BODY   with http, how many octets a reply has, instead of hello world
+#   OCTETS with http, if set, Hunchentoot's handler returns octets, and not a string
 #   PLAIN  for mutex-free, the command of an SBCL without fibers, say
 #          SBCL_BUILD=/tmp/plain sh make.sh --without-sb-fiber
 #          PLAIN="env SBCL_BUILD=/tmp/plain sh run-sbcl.sh"
