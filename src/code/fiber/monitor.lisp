@@ -198,14 +198,11 @@ or until a signal comes."
          (waits-in-kernel-p carrier)
          (= epoch (carrier-epoch carrier)))))
 
-;;; A carrier whose scheduler has been taken away may have to run other fibers, of which it is the
-;;; home: what computes there must end its turns as well.
 (defun length-of-turn (carrier now)
-  "For how many nanoseconds CARRIER has been seen to run the same fiber, or NIL if it runs none for
-which others wait."
+  "For how many nanoseconds CARRIER, which has a scheduler, has been seen to run the same fiber, or
+NIL."
   (let ((epoch (carrier-epoch carrier)))
-    (cond ((or (oddp epoch)
-               (and (null (carrier-scheduler carrier)) (= 0 (carrier-guests carrier))))
+    (cond ((or (oddp epoch) (null (carrier-scheduler carrier)))
            (setf (carrier-seen-epoch carrier) 1)
            nil)
           ((/= epoch (carrier-seen-epoch carrier))
@@ -215,30 +212,29 @@ which others wait."
            nil)
           (t (- now (carrier-seen-since carrier))))))
 
-;;; What computes has been asked to yield, and has had PERIOD to do so.
-(defun stuck-p (group carrier length period slice)
-  "Is CARRIER stuck, which has a scheduler and has run the same fiber for LENGTH? A thread that has
-only had no processor is not."
-  (declare (fixnum length))
-  (and (>= length period)
-       (carrier-scheduler carrier)
-       (or (keeps-waiting-p group carrier (carrier-seen-epoch carrier))
-           (and (>= length (+ period (or slice 0)))
-                (>= (- (thread-time carrier) (carrier-seen-time carrier)) (ash period -1))))))
+(defun stuck-p (group carrier period)
+  "Is CARRIER stuck, which has run the same fiber for PERIOD? A thread that has only had no
+processor is not."
+  (or (keeps-waiting-p group carrier (carrier-seen-epoch carrier))
+      (>= (- (thread-time carrier) (carrier-seen-time carrier)) (ash period -1))))
 
-;;; A signal would end a system call that waits.
+;;; A fiber that computes is asked to yield, and has PERIOD to do so. A signal would end a system
+;;; call that waits.
 (defun look-at-carrier (group carrier now period slice)
   (let ((length (length-of-turn carrier now))
         (epoch (carrier-seen-epoch carrier)))
     (declare (type (or null fixnum) length))
-    (cond ((null length))
-          ((and period (stuck-p group carrier length period slice))
-           (relieve group carrier epoch period))
+    (cond ((or (null length)
+               (< length (min (or period most-positive-fixnum) (or slice most-positive-fixnum)))))
           ((and slice
-                (>= length slice)
                 (/= epoch (carrier-asked-epoch carrier))
                 (not (waits-in-kernel-p carrier)))
-           (ask-to-yield carrier epoch)))))
+           (when (>= length slice)
+             (ask-to-yield carrier epoch)
+             (setf (carrier-seen-since carrier) now
+                   (carrier-seen-time carrier) (thread-time carrier))))
+          ((and period (>= length period) (stuck-p group carrier period))
+           (relieve group carrier epoch period)))))
 
 (defun look-at-carriers (group period slice)
   "Relieve the carriers of GROUP that are stuck, if PERIOD is the time after which they are, and ask

@@ -18,8 +18,8 @@
 ;;; thread on a stack with a handler, so the fiber goes on on the same carrier: it is put into the
 ;;; inbox there, which goes before the queue.
 ;;;
-;;; A fiber is asked once in a turn, that is an epoch of its carrier, unless it refuses. By the time
-;;; that it sees the interruption it may have had another turn: then it does nothing.
+;;; A fiber is asked once in a turn, that is an epoch of its carrier. By the time that it sees the
+;;; interruption it may have had another turn: then it does nothing.
 ;;;
 ;;; It does not yield by FIBER-YIELD: the exhaustion of the stack must not be signalled where there
 ;;; is too little left to wait, and whoever computes has not asked to leave what is cancelled.
@@ -31,22 +31,17 @@
 (defun end-turn (fiber epoch)
   "Let others run if FIBER, which is running, has done so since EPOCH of its carrier."
   (let ((carrier (truly-the carrier *carrier*)))
-    (cond ((/= epoch (carrier-epoch carrier)))
-          ((may-yield-here-p fiber)
-           (without-interruptions
-             (look-around-next carrier) ; a deadline or a report may wait
-             (prepare-zone fiber)
-             (leave :yield))
-           (see-interruptions fiber))
-          (t (setf (carrier-asked-epoch carrier) 0))))) ; it is asked again
+    (when (and (= epoch (carrier-epoch carrier)) (may-yield-here-p fiber))
+      (without-interruptions
+        (unless (yield-in-place-p carrier)
+          (prepare-zone fiber)
+          (leave :yield)))
+      (see-interruptions fiber))))
 
 (defun ask-to-yield (carrier epoch)
   "Let the fiber that CARRIER has run since EPOCH yield."
-  ;; Before it is asked: it may refuse, and be asked again.
   (setf (carrier-asked-epoch carrier) epoch)
   (let ((fiber (fiber-on carrier)))
     ;; It may have left, and another begun an epoch, before it was found.
-    (unless (and fiber
-                 (= epoch (carrier-epoch carrier))
-                 (%interrupt-fiber fiber (lambda () (end-turn fiber epoch))))
-      (setf (carrier-asked-epoch carrier) 0))))
+    (when (and fiber (= epoch (carrier-epoch carrier)))
+      (%interrupt-fiber fiber (lambda () (end-turn fiber epoch))))))
