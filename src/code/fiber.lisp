@@ -163,7 +163,7 @@
 ;;;; case, of fibers that wake each other and so fill the queue for ever. A fiber that yields
 ;;;; while the injector holds others goes to the end of the injector, so that the queue drains;
 ;;;; and of N fibers that only yield, each runs again within 2 * N + 256 ticks of a single
-;;;; carrier.
+;;;; carrier. With time slices one turn of a preempted fiber may come after each look.
 ;;;;
 ;;;; A fiber that always finds its descriptors ready would never park: so it has a budget, which it
 ;;;; gets anew whenever it is resumed. A read costs all of it: before the next one the fiber yields
@@ -442,6 +442,17 @@ run last, and return it, or NIL."
         (inject group fiber)
         (make-runnable fiber))))
 
+(defun requeue-preempted (carrier fiber)
+  (declare (carrier carrier) (fiber fiber))
+  (cond ((fiber-home fiber)             ; that is CARRIER
+         (injector-put (carrier-preempted carrier) fiber)
+         (let ((group (truly-the fiber-group (carrier-group carrier))))
+           (setf (carrier-preempted-until carrier)
+                 (truly-the (and unsigned-byte fixnum)
+                            (+ (fiber-now)
+                               (truly-the fixnum (or (fiber-group-time-slice group) 0)))))))
+        (t (requeue fiber))))
+
 (defun finish-parking (fiber)
   (unless (phase-becomes-p fiber +active+ +parked+)
     (setf (fiber-phase fiber) +active+) ; nothing else moves a phase that has a permit
@@ -460,6 +471,7 @@ that looks for interruptions next finds none, a thread that queues one later see
           (setf (carrier-predecessor carrier) nil)
           (cond ((eq action :yield) (requeue fiber))
                 ((eq action :park) (finish-parking fiber))
+                ((eq action :preempt) (requeue-preempted carrier fiber))
                 (t (free-stack fiber)
                    (barrier (:memory)))))
         (barrier (:memory)))))
@@ -546,7 +558,7 @@ owner."
 (declaim (inline leave))
 (defun leave (action)
   "Leave the running fiber, for the next runnable one or else for the carrier. ACTION says
-what is to become of the fiber: :YIELD, :PARK or :END. With interrupts off. Returns when
+what is to become of the fiber: :YIELD, :PREEMPT, :PARK or :END. With interrupts off. Returns when
 it is resumed."
   (let* ((carrier (truly-the carrier *carrier*))
          (fiber (truly-the fiber *current-thread*))

@@ -432,7 +432,7 @@ another fiber, which begins later."
         (mapc #'wait-until-parked others)
         (flet ((looks () (sb-fiber::fiber-group-quiet-looks group)))
           ;; It looks for a spare that may end.
-          (is-true (wait-until (> (looks) sb-fiber::+looks-before-retiring+)))
+          (is-true (wait-until (> (looks) sb-fiber::+periods-before-retiring+)))
           (let ((from (looks)) (bytes (sb-ext:get-bytes-consed)))
             (is-true (wait-until (>= (looks) (+ from 50))))
             (is (< (- (sb-ext:get-bytes-consed) bytes) (* 50 8 n)))))
@@ -440,10 +440,6 @@ another fiber, which begins later."
         (mapc #'fiber-unpark others)
         (mapc #'fiber-unpark pinned)
         (mapc #'join (list* busy (append pinned others)))))))
-
-(defun usleep (microseconds)
-  (sb-alien:alien-funcall
-   (sb-alien:extern-alien "usleep" (function sb-alien:int sb-alien:unsigned)) microseconds))
 
 (test switched-off
   (with-stuck-carrier-time (nil)

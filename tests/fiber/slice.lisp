@@ -9,6 +9,8 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "support/zones.lisp" *load-truename*))
+
 (def-suite* slice)
 
 (defmacro with-sliced-group ((group) &body body)
@@ -60,6 +62,11 @@ of a millisecond."
         (is (equal '(nil t t) (join-all (list endless reader sleeper))))
         (mapc #'sb-unix:unix-close (list in out))))))
 
+(defun spin-until-refused ()
+  "Compute until the running fiber, which must not leave, has been asked to."
+  (let ((carrier sb-fiber::*carrier*))
+    (loop until (sb-fiber::carrier-refused-p carrier))))
+
 (defun spin-for-slices ()
   "Compute for as long as ten slices."
   (let ((end (+ (get-internal-real-time) (/ internal-time-units-per-second 100))))
@@ -72,8 +79,10 @@ returned, and whether it did afterwards."
     (let* ((ran nil)
            (inside :not-called)
            (one (spawn (group)
-                  (spawn (group) (setf ran t))
-                  (funcall function (lambda () (spin-for-slices) (setf inside ran)))
+                  (funcall function (lambda ()
+                                      (spawn (group) (setf ran t))
+                                      (spin-for-slices)
+                                      (setf inside ran)))
                   (loop until ran))))
       (join one)
       (list inside ran))))
@@ -86,13 +95,65 @@ returned, and whether it did afterwards."
   (is (equal '(nil t) (others-run-while (lambda (spin)
                                           (sb-sys:without-interrupts (funcall spin)))))))
 
+;;; The first is asked where it must not leave; without a second question the other would not run
+;;; before it has ended.
+(test who-has-refused-is-asked-again
+  (is (equal '(nil t) (others-run-while (lambda (spin)
+                                          (with-pages-pinned (lambda ()
+                                                               (funcall spin)
+                                                               (spin-until-refused))))))))
+
+;;; A fiber that has been preempted goes on on its carrier. Another, in a system call there, makes
+;;; the monitor take the scheduler away; both must end their turns all the same.
+(test fibers-of-a-carrier-that-was-relieved
+  (let ((group (start-fibers nil :carrier-count 1 :time-slice 1/1000)))
+    (unwind-protect
+         (let* ((contest (make-contest 2))
+                (in-call nil)
+                (calls (spawn (group)
+                         (loop until (plusp (svref (contest-counts contest) 1)))
+                         (setf in-call t)
+                         (loop while (sb-fiber::carrier-scheduler sb-fiber::*carrier*)
+                               do (usleep 20000))
+                         (compete contest 0)))
+                (other (spawn (group)
+                         (setf (svref (contest-counts contest) 1) 1)
+                         (loop until in-call)
+                         (compete contest 1))))
+           (is (every #'integerp (join-all (list calls other))))
+           (is-true (plusp (getf (fiber-group-statistics group) :stuck-ever))))
+      (is-true (finish-fibers group :timeout *patience* :abort t)))))
+
+;;; Prevents: a turn of what computes for each turn of what does not. They may share the time.
+(test who-computes-has-no-turn-for-each-of-the-others
+  (with-sliced-group (group)
+    (let* ((n 1000) (left n) (turns 0)
+           (computes (spawn (group)
+                       (let ((seen left))
+                         (loop until (= left 0)
+                               do (unless (= left seen)
+                                    (setf seen left)
+                                    (incf turns))))))
+           (others (loop repeat n collect (make-fiber (lambda () (fiber-yield) (decf left))))))
+      (spawn (group) (dolist (other others) (submit-fiber group other)))
+      (join-all (cons computes others))
+      (is (<= turns (floor n 4))))))
+
+;;; With one of them preempted and nothing else to do, a carrier sleeps no more.
+(test who-was-preempted-is-no-cause-to-sleep
+  (with-sliced-group (group)
+    (flet ((epoch () (sb-fiber::carrier-epoch sb-fiber::*carrier*)))
+      (is (= 20 (join (spawn (group)
+                        (loop repeat 20
+                              count (loop with epoch = (epoch)
+                                          until (/= epoch (epoch))
+                                          finally (return t))))))))))
+
 ;;; A signal would end the system call.
 (test system-calls-that-wait-are-not-ended
   (with-sliced-group (group)
     (is (eql 0 (join (spawn (group)
-                       (sb-alien:alien-funcall
-                        (sb-alien:extern-alien "usleep" (function sb-alien:int sb-alien:unsigned))
-                        50000)))))))
+                       (usleep 50000)))))))
 
 ;;; Prevents: a fiber that is unwound in the midst of what it computes.
 (test who-is-cancelled-computes-on
@@ -136,20 +197,32 @@ returned, and whether it did afterwards."
                                               always (= sum (rounded-sum 1000))))))))
           (is (equal '(t t t) (join-all fibers))))))))
 
-;;; With many carriers, collections, and fibers that park as well.
+;;; With several carriers, and collections. The fibers of each pair wait for each other while both
+;;; compute. Without slices the first two of different pairs would keep both carriers.
 (test slices-on-several-carriers
-  (let ((group (start-fibers nil :carrier-count 4 :time-slice 1/1000))
-        (ended 0))
-    (unwind-protect
-         (let ((fibers (loop for i below 40
-                             collect (let ((i i))
-                                       (spawn (group)
-                                         (loop repeat 20
-                                               do (let ((list (loop for j below 20000
-                                                                    collect (+ i j))))
-                                                    (assert (= (+ i 19999) (car (last list)))))
-                                                  (when (oddp i) (fiber-yield)))
-                                         i)))))
-           (setf ended (length (remove nil (join-all fibers)))))
-      (finish-fibers group :timeout *patience* :abort t))
-    (is (= 40 ended))))
+  (with-stuck-carrier-time (nil)
+    (let ((group (start-fibers nil :carrier-count 2 :time-slice 1/1000)))
+      (unwind-protect
+           (flet ((conses (i)
+                    (let ((list (loop for j below 2000 collect (+ i j))))
+                      (= (+ i 1999) (car (last list))))))
+             (let* ((contests (loop repeat 4 collect (make-contest 2 5)))
+                    (fibers (loop for i below 8
+                                  collect (let ((contest (nth (mod i 4) contests)) (i i))
+                                            (spawn (group)
+                                              (loop until (over-p contest)
+                                                    do (note-turn contest (floor i 4))
+                                                    always (conses i)))))))
+               (is (equal '(t t t t t t t t) (join-all fibers)))))
+        (is-true (finish-fibers group :timeout *patience* :abort t))))))
+
+;;; Without slices of its own the first would wait for the second for ever.
+(test run-fibers-takes-a-time-slice
+  (with-stuck-carrier-time (nil)
+    (let ((contest (make-contest 2)))
+      (is (every #'plusp
+                 (run-fibers (loop for i below 2
+                                   collect (let ((i i)) (make-fiber (lambda () (compete contest i)))))
+                             :carrier-count 1 :time-slice 1/1000)))))
+  (signals type-error (run-fibers '() :time-slice 0))
+  (signals type-error (run-fibers '() :poller :epoll)))

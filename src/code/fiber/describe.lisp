@@ -141,6 +141,7 @@ cycle counters of two processors do not agree."
          "Spare" (carrier-spare carrier)
          "Stuck" (and (= (carrier-epoch carrier) (carrier-stuck-epoch carrier)) "yes")
          "Fibers only for it" (chain-length (carrier-inbox carrier))
+         "Fibers preempted there" (chain-length (injector-first (carrier-preempted carrier)))
          "Switches" (ash (carrier-epoch carrier) -1)))
 
 (defun heap-facts (heap)

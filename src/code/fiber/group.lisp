@@ -297,15 +297,18 @@ interrupts off."
   (loop (let ((old *groups*))
           (when (eq (cas *groups* old (remove group old)) old) (return)))))
 
-(declaim (ftype (sfunction (t &key (:carrier-count t)) list) run-fibers))
-(defun run-fibers (fibers &key carrier-count)
+(declaim (ftype (sfunction (t &key (:carrier-count t) (:poller t) (:time-slice t)) list)
+                run-fibers))
+(defun run-fibers (fibers &key carrier-count
+                            (poller *default-poller* poller-p)
+                            (time-slice *default-time-slice* time-slice-p))
   "Run FIBERS, a fiber or a list of fibers, to their end, and return a list of the first value of
 each one's function, in the same order.
 
-In a thread a group of CARRIER-COUNT carriers is started for them, as START-FIBERS does, and
-finished when they have ended. In a fiber they run in the group of that fiber; only if
-CARRIER-COUNT is given, or if that group takes no more fibers, is another started, with carriers of
-its own.
+In a thread a group of CARRIER-COUNT carriers is started for them, as START-FIBERS does, which tells
+of POLLER and TIME-SLICE, and finished when they have ended. In a fiber they run in the group of
+that fiber; only if CARRIER-COUNT, POLLER or TIME-SLICE is given, or if that group takes no more
+fibers, is another started, with carriers of its own.
 
 If a fiber ended abnormally, signal the error that FIBER-JOIN signals for it, for the first such
 fiber of the list. A non-local exit from here, because of this error or for another reason, ends
@@ -313,10 +316,12 @@ FIBERS, as TERMINATE-FIBER does, and waits until they have run their cleanup for
 non-local exit from this wait too, they end all the same, and a thread finishes the group that was
 started for them."
   (let ((fibers (if (listp fibers) fibers (list fibers)))
-        (group (and (null carrier-count) (group-to-run-in))))
+        (group (and (null carrier-count) (not poller-p) (not time-slice-p) (group-to-run-in))))
+    (check-poller-kind poller)
+    (check-time-slice time-slice)
     (if group
         (run-in-group group fibers)
-        (run-in-new-group fibers (carrier-count-argument carrier-count)))))
+        (run-in-new-group fibers (carrier-count-argument carrier-count) poller time-slice))))
 
 (defun group-to-run-in ()
   "The group of the running fiber, or NIL if there is none, or if that takes no more fibers."
@@ -326,9 +331,10 @@ started for them."
         group
         nil)))
 
-(defun run-in-new-group (fibers carrier-count)
+(defun run-in-new-group (fibers carrier-count poller time-slice)
   (without-interrupts ; else the group could be lost
-    (let ((group (allow-with-interrupts (make-running-group carrier-count)))
+    (let ((group (allow-with-interrupts
+                   (make-running-group carrier-count :poller poller :time-slice time-slice)))
           (done nil))
       (unwind-protect
            (with-local-interrupts

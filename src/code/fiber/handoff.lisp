@@ -146,4 +146,6 @@ scheduler or a spare: if one thread adds a scheduler and another a spare, the se
         do (sleep-as-spare carrier))
   (advance-epoch carrier)
   (unless (eq (carrier-spare carrier) :retired)
-    (setf (carrier-spare carrier) nil)))
+    (setf (carrier-spare carrier) nil)
+    (barrier (:memory))                 ; see DOZE
+    (unless (= (fiber-group-monitor-asleep group) 0) (wake-monitor-if-asleep group))))

@@ -119,9 +119,14 @@ interrupts this if it enables interrupts or exits non-locally, as in a thread."
 (defun note-interruptions-of-carrier (carrier)
   "Let CARRIER go to its own stack when the fiber on it is left, if there is something to call
 there."
+  (when (sb-thread::thread-interruptions (carrier-thread carrier))
+    (look-around-next carrier)))
+
+(defun look-around-next (carrier)
+  "Let the scheduler of CARRIER look around when the fiber is left that runs now."
   (let ((scheduler (carrier-scheduler carrier)))
-    (when (and scheduler (sb-thread::thread-interruptions (carrier-thread carrier)))
-      (setf (scheduler-ticks scheduler) +ticks-per-look+))))
+    (when scheduler
+      (setf (scheduler-ticks (truly-the scheduler scheduler)) +ticks-per-look+))))
 
 ;;;; callbacks
 

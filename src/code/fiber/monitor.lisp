@@ -15,7 +15,8 @@
 ;;; so. The monitor of a group, a thread, looks at the carriers every *STUCK-CARRIER-TIME*, or every
 ;;; time slice if that is shorter. From a carrier that has run the same fiber all the time it takes
 ;;; the scheduler away, with the queue, the deadlines and the poller, and a spare serves that. The
-;;; carrier becomes a spare when its fiber parks. The monitor also sees to it that there is a spare.
+;;; carrier becomes a spare when its fiber parks, and no other has to go on there. The monitor also
+;;; sees to it that there is a spare.
 ;;;
 ;;; For that the carrier is not asked (as it is to end a time slice, see fiber/slice.lisp), and no
 ;;; signal is sent to it: that would make its system call fail with EINTR, and would not be heard
@@ -45,8 +46,8 @@
 ;;;
 ;;; Sleep. While all schedulers are asleep in their pollers, nothing has to be watched, and the
 ;;; monitor sleeps without a time-out. It sets MONITOR-ASLEEP, *then* reads IDLE; a carrier leaves
-;;; IDLE, *then* reads MONITOR-ASLEEP; with a full barrier in both. So either the monitor sees that
-;;; a carrier is awake, or that carrier wakes the monitor.
+;;; IDLE, or ceases to be a spare, *then* reads MONITOR-ASLEEP; with a full barrier in both. So
+;;; either the monitor sees that a carrier is awake, or that carrier wakes the monitor.
 
 (declaim (type (or null (real (0) 3600)) *stuck-carrier-time*))
 (define-load-time-global *stuck-carrier-time* 1/100
@@ -92,7 +93,7 @@ until they are back. A global variable: it can be set and not be bound.")
 ;;;; spares that are not needed any more
 
 ;;; That is a second, as a rule: threads that are needed again and again are not made each time.
-(defconstant +looks-before-retiring+ 100)
+(defconstant +periods-before-retiring+ 100)
 
 ;;; A fiber gets a carrier as its home, and ceases to have it, only while it runs there. So no fiber
 ;;; will return to a carrier that idles and is the home of none; and once a spare is in no place any
@@ -130,12 +131,16 @@ until they are back. A global variable: it can be set and not be bound.")
         (carrier-spare spare) :retired)
   (wake-carrier spare))
 
-(defun retire-spare-if-quiet (group)
+(defun quiet-p (group period)
+  "Called at each look, every PERIOD: has none been stuck for so long that spares are not needed?"
+  (>= (* period (incf (fiber-group-quiet-looks group)))
+      (* +periods-before-retiring+ (or (look-period t) period))))
+
+(defun retire-spare-if-quiet (group period)
   "If GROUP has more spares than it needs, and nothing has been stuck for some time, let one end.
 Return true if there is more to do."
   (and (> (count-used (fiber-group-spares group)) (length (fiber-group-schedulers group)))
-       (or (< (incf (fiber-group-quiet-looks group)) +looks-before-retiring+)
-           (retire-spare group))))
+       (or (not (quiet-p group period)) (retire-spare group))))
 
 ;;;; taking a scheduler away
 
@@ -198,43 +203,63 @@ or until a signal comes."
          (waits-in-kernel-p carrier)
          (= epoch (carrier-epoch carrier)))))
 
+(defun begin-to-count (carrier now)
+  (setf (carrier-seen-since carrier) now
+        (carrier-seen-time carrier) (thread-time carrier)))
+
+;;; A carrier whose scheduler has been taken away goes on with the fibers whose home it is.
 (defun length-of-turn (carrier now)
-  "For how many nanoseconds CARRIER, which has a scheduler, has been seen to run the same fiber, or
-NIL."
+  "For how many nanoseconds CARRIER has been seen to run the same fiber, or NIL if no other can wait
+for that."
   (let ((epoch (carrier-epoch carrier)))
-    (cond ((or (oddp epoch) (null (carrier-scheduler carrier)))
+    (cond ((or (oddp epoch)
+               (and (null (carrier-scheduler carrier)) (home-of-none-p carrier)))
            (setf (carrier-seen-epoch carrier) 1)
            nil)
           ((/= epoch (carrier-seen-epoch carrier))
-           (setf (carrier-seen-epoch carrier) epoch
-                 (carrier-seen-since carrier) now
-                 (carrier-seen-time carrier) (thread-time carrier))
+           (setf (carrier-seen-epoch carrier) epoch)
+           (begin-to-count carrier now)
            nil)
           (t (- now (carrier-seen-since carrier))))))
 
-(defun stuck-p (group carrier period)
-  "Is CARRIER stuck, which has run the same fiber for PERIOD? A thread that has only had no
-processor is not."
-  (or (keeps-waiting-p group carrier (carrier-seen-epoch carrier))
-      (>= (- (thread-time carrier) (carrier-seen-time carrier)) (ash period -1))))
+;;; What computes has been asked to yield, and has had PERIOD to do so.
+(defun stuck-p (group carrier length period slice)
+  "Is CARRIER stuck, which has run the same fiber for LENGTH, or for LENGTH since that was asked to
+yield? A thread that has only had no processor is not."
+  (declare (fixnum length period))
+  (let ((epoch (carrier-seen-epoch carrier)))
+    (and (>= length period)
+         (carrier-scheduler carrier)
+         (or (keeps-waiting-p group carrier epoch)
+             (and (or (null slice) (= epoch (carrier-asked-epoch carrier)))
+                  (>= (- (thread-time carrier) (carrier-seen-time carrier)) (ash period -1)))))))
 
-;;; A fiber that computes is asked to yield, and has PERIOD to do so. A signal would end a system
-;;; call that waits.
+(defun to-be-asked-p (carrier length slice)
+  "Is the fiber to yield that CARRIER has run for LENGTH? A signal would end a system call that
+waits."
+  (declare (fixnum length slice))
+  (and (>= length slice)
+       (or (/= (carrier-seen-epoch carrier) (carrier-asked-epoch carrier))
+           (carrier-refused-p carrier))
+       (not (waits-in-kernel-p carrier))))
+
+(defun end-slice (carrier now)
+  "Let the fiber yield that CARRIER has run for a slice. From the first question on its time is
+counted anew."
+  (let ((epoch (carrier-seen-epoch carrier)))
+    (unless (= epoch (carrier-asked-epoch carrier))
+      (setf (carrier-asked-epoch carrier) epoch)
+      (begin-to-count carrier now))
+    (ask-to-yield carrier epoch)))
+
 (defun look-at-carrier (group carrier now period slice)
-  (let ((length (length-of-turn carrier now))
-        (epoch (carrier-seen-epoch carrier)))
-    (declare (type (or null fixnum) length))
-    (cond ((or (null length)
-               (< length (min (or period most-positive-fixnum) (or slice most-positive-fixnum)))))
-          ((and slice
-                (/= epoch (carrier-asked-epoch carrier))
-                (not (waits-in-kernel-p carrier)))
-           (when (>= length slice)
-             (ask-to-yield carrier epoch)
-             (setf (carrier-seen-since carrier) now
-                   (carrier-seen-time carrier) (thread-time carrier))))
-          ((and period (>= length period) (stuck-p group carrier period))
-           (relieve group carrier epoch period)))))
+  (let ((length (length-of-turn carrier now)))
+    (when length
+      (when (and slice (to-be-asked-p carrier length slice))
+        (end-slice carrier now))
+      (let ((length (- now (carrier-seen-since carrier))))
+        (when (and period (stuck-p group carrier length period slice))
+          (relieve group carrier (carrier-seen-epoch carrier) length))))))
 
 (defun look-at-carriers (group period slice)
   "Relieve the carriers of GROUP that are stuck, if PERIOD is the time after which they are, and ask
@@ -243,9 +268,9 @@ the fibers to yield that have run for as long as SLICE; both in nanoseconds, or 
     (dolist (carrier (fiber-group-carriers group))
       (look-at-carrier group carrier now period slice))))
 
-(defun relieve (group carrier epoch period)
-  "CARRIER is stuck in EPOCH: let a spare serve its scheduler. If there is no spare CARRIER keeps
-it, and may have it back sooner."
+(defun relieve (group carrier epoch time)
+  "CARRIER is stuck in EPOCH, and has been for TIME: let a spare serve its scheduler. If there is no
+spare CARRIER keeps it, and may have it back sooner."
   (let ((known (= epoch (carrier-stuck-epoch carrier))))
     (unless known
       (setf (carrier-stuck-epoch carrier) epoch
@@ -254,7 +279,7 @@ it, and may have it back sooner."
     (when (spare-coming-p group)
       (take-scheduler-away group carrier))
     (unless known
-      (report-stuck carrier epoch period))))
+      (report-stuck carrier epoch time))))
 
 ;;;; telling the user
 
@@ -284,12 +309,12 @@ of it."
 ;;; stuck, and that of the pool to one that waits behind it. While the last one waits for the lock
 ;;; no other is begun for the same carrier. An error is signalled in the fiber, where that can be
 ;;; interrupted.
-(defun report-stuck (carrier epoch period)
+(defun report-stuck (carrier epoch time)
   (let* ((action *blocked-carrier-action*)
          (fiber (and action (fiber-on carrier))))
     (when (and fiber (= epoch (carrier-epoch carrier)))
       (let ((control "~@<~S has kept its carrier for more than ~D ms.~:@>")
-            (time (ceiling period 1000000)))
+            (time (floor time 1000000)))
         (if (eq action :error)
             (%interrupt-fiber fiber (lambda () (misuse fiber control fiber time)))
             (call-warner carrier (lambda () (warn control fiber time))))))))
@@ -310,6 +335,14 @@ of it."
   (loop for scheduler across (fiber-group-schedulers group)
         always (logbitp (poller-index (scheduler-poller scheduler)) (fiber-group-idle group))))
 
+;;; Only in groups with slices; in others nobody is asked.
+(defun shared-without-scheduler-p (carrier)
+  "Does CARRIER run fibers that are to take turns, and have to go on there?"
+  (and (fiber-group-time-slice (truly-the fiber-group (carrier-group carrier)))
+       (null (carrier-scheduler carrier))
+       (null (carrier-spare carrier))
+       (not (home-of-none-p carrier))))
+
 (defun wait-for-wake-up (group nanoseconds)
   (sleep-as-monitor group nanoseconds)
   (setf (fiber-group-monitor-wake-word group) 0)
@@ -321,7 +354,9 @@ to end."
   (setf (fiber-group-monitor-asleep group) (if period 1 0))
   (barrier (:memory))
   (cond ((or (null period)
-             (and (not (retire-spare-if-quiet group)) (all-idle-p group)))
+             (and (not (retire-spare-if-quiet group period))
+                  (all-idle-p group)
+                  (notany #'shared-without-scheduler-p (fiber-group-carriers group))))
          (wait-for-wake-up group nil)
          (setf (fiber-group-monitor-asleep group) 0))
         (t

@@ -62,8 +62,12 @@
   (seen-epoch 0 :type (and unsigned-byte fixnum))
   (seen-since 0 :type fixnum)
   (seen-time 0 :type fixnum)
-  ;; The epoch in which its fiber was asked to yield, see fiber/slice.lisp.
+  ;; The epoch in which its fiber was asked to yield, and whether it has refused; fibers that have
+  ;; yielded so, and until when others go first: see fiber/slice.lisp.
   (asked-epoch 0 :type (and unsigned-byte fixnum))
+  (refused-p nil :type boolean)
+  (preempted (make-injector) :type injector :read-only t)
+  (preempted-until 0 :type (and unsigned-byte fixnum))
   ;; The epoch in which it was found to be stuck.
   (stuck-epoch 0 :type (and unsigned-byte fixnum))
   ;; The thread that warns of that, or has.

@@ -15,11 +15,16 @@
 ;;; and the fiber yields in the handler. So it does where it could be interrupted to do anything
 ;;; else: not in WITHOUT-INTERRUPTS, nor in a foreign call, after which it does, unless that is
 ;;; interruptible; and not where it must not leave its carrier. There are addresses of the carrier's
-;;; thread on a stack with a handler, so the fiber goes on on the same carrier: it is put into the
-;;; inbox there, which goes before the queue.
+;;; thread on a stack with a handler, so the fiber goes on on the same carrier. It waits there among
+;;; the PREEMPTED, of which one has a turn when there is nothing else to do, or when the others have
+;;; had a slice. What is true when nobody is inside:
+;;;  - only the carrier itself uses its PREEMPTED, and these are fibers whose home it is;
+;;;  - a carrier neither sleeps nor is listed as a spare while there is one.
 ;;;
-;;; A fiber is asked once in a turn, that is an epoch of its carrier. By the time that it sees the
-;;; interruption it may have had another turn: then it does nothing.
+;;; A fiber is asked once in a turn, that is an epoch of its carrier, unless it refuses. By the time
+;;; that it sees the interruption it may have had another turn: then it does nothing. A carrier that
+;;; has lost its scheduler runs what is at home there, one after the other, and these are asked, too;
+;;; it becomes a spare when they have parked or ended.
 ;;;
 ;;; It does not yield by FIBER-YIELD: the exhaustion of the stack must not be signalled where there
 ;;; is too little left to wait, and whoever computes has not asked to leave what is cancelled.
@@ -31,17 +36,22 @@
 (defun end-turn (fiber epoch)
   "Let others run if FIBER, which is running, has done so since EPOCH of its carrier."
   (let ((carrier (truly-the carrier *carrier*)))
-    (when (and (= epoch (carrier-epoch carrier)) (may-yield-here-p fiber))
-      (without-interruptions
-        (unless (yield-in-place-p carrier)
-          (prepare-zone fiber)
-          (leave :yield)))
-      (see-interruptions fiber))))
+    (cond ((/= epoch (carrier-epoch carrier)))
+          ((may-yield-here-p fiber)
+           (without-interruptions
+             (look-around-next carrier) ; a deadline or a report may wait
+             (prepare-zone fiber)
+             (leave :preempt))
+           (see-interruptions fiber))
+          (t (setf (carrier-refused-p carrier) t))))) ; it is asked again
 
 (defun ask-to-yield (carrier epoch)
   "Let the fiber that CARRIER has run since EPOCH yield."
-  (setf (carrier-asked-epoch carrier) epoch)
+  ;; Before it is asked: it may refuse.
+  (setf (carrier-refused-p carrier) nil)
   (let ((fiber (fiber-on carrier)))
     ;; It may have left, and another begun an epoch, before it was found.
-    (when (and fiber (= epoch (carrier-epoch carrier)))
-      (%interrupt-fiber fiber (lambda () (end-turn fiber epoch))))))
+    (unless (and fiber
+                 (= epoch (carrier-epoch carrier))
+                 (%interrupt-fiber fiber (lambda () (end-turn fiber epoch))))
+      (setf (carrier-refused-p carrier) t))))

@@ -119,6 +119,10 @@
     (steps::next-interruption fiber)))
 
 (defun steps::requeue (fiber) (steps::make-runnable fiber))
+;;; Only the carrier itself uses them, and the histories have no slices.
+(defun steps::requeue-preempted (carrier fiber) (declare (ignore carrier fiber)))
+(defun steps::run-preempted (carrier) (declare (ignore carrier)) nil)
+(defun steps::preempted-due-p (carrier) (declare (ignore carrier)) nil)
 (defun steps::free-stack (fiber) (declare (ignore fiber)))
 
 ;;;; deadlines
@@ -438,10 +442,11 @@ kept."
 
 ;;;; the monitor
 
+(defun steps::shared-without-scheduler-p (carrier) (declare (ignore carrier)) nil)
 (defun steps::look-period (supported) (declare (ignore supported)) nil)
 (defun steps::time-until-attempt (group) (declare (ignore group)) nil)
 (defun steps::look-at-carriers (group period slice) (declare (ignore group period slice)))
-(defun steps::retire-spare-if-quiet (group) (declare (ignore group)))
+(defun steps::retire-spare-if-quiet (group period) (declare (ignore group period)))
 
 ;;; membarrier(2): the stores of all have reached memory.
 (defun steps::%barrier-everywhere ()

@@ -15,6 +15,11 @@
 (defun with-pages-pinned (function)
   (sb-vm::with-code-pages-pinned (:dynamic) (funcall function)))
 
+;;; Foreign code that waits.
+(defun usleep (microseconds)
+  (sb-alien:alien-funcall
+   (sb-alien:extern-alien "usleep" (function sb-alien:int sb-alien:unsigned)) microseconds))
+
 (defmacro with-blocked-carrier-action ((action) &body body)
   `(progn (setf *blocked-carrier-action* ,action)
           (unwind-protect (progn ,@body)
