@@ -1,7 +1,7 @@
 #!/bin/sh
 # Compare Hunchentoot on fibers, with its own acceptors and with those of
 # sb-fiber-hunchentoot (fast), Clack's handler (clack), the HTTP engine below
-# both (engine) and a loop that only reads and writes (raw), with Hunchentoot on
+# both (engine) and a loop that only reads and writes (raw, raw-threads), with Hunchentoot on
 # a thread for each connection, by the hello world of run.sh and wrk. Prints a
 # line for each kind of server and number of connections, with the medians of
 # all rounds, and one for each with the ratio to threads:
@@ -55,7 +55,7 @@ listening() {
 
 start_server() {
     case $1 in
-        fibers | fast | clack | engine | file | raw | threads | woo)
+        fibers | fast | clack | engine | file | raw | raw-threads | threads | woo)
             set -- sh "$here/run.sh" http "$port" "$1" ;;
         *-raw) set -- sh "$peers/run.sh" "${1%-raw}" http-raw "$port" ;;
         *) set -- sh "$peers/run.sh" "$1" http "$port" ;;

@@ -45,7 +45,8 @@
         ((string= kind "threads")
          (make-instance 'hunchentoot:one-thread-per-connection-taskmaster
                         :max-thread-count 20000 :max-accept-count 40000))
-        (t (error "~S is none of fibers, fast, threads, clack, engine, file, raw and woo." kind))))
+        (t (error "~S is none of fibers, fast, threads, clack, engine, file, raw, raw-threads and ~
+                    woo." kind))))
 
 (defun acceptor-class (kind)
   (if (string= kind "fast")
@@ -106,7 +107,7 @@
                        :address "127.0.0.1" :port port :worker-num carriers
                        :backlog 4096 :debug nil))))
 
-;;; What fibers can do at most: what comes is taken for a request, and not looked at.
+;;; What fibers, or threads, can do at most: what comes is taken for a request, and not looked at.
 #+sb-fiber
 (defun answer-all (socket reply)
   (let ((connection (sb-fiber-http:make-connection
@@ -119,25 +120,37 @@
            (sb-fiber-http:connection-lost () nil))
       (sb-bsd-sockets:socket-close socket :abort t))))
 
-#+sb-fiber
-(defun start-raw (port carriers)
-  (let ((group (sb-fiber:start-fibers nil :carrier-count carriers))
-        (listener (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp))
-        (reply (sb-fiber-http:string-octets
-                (format nil "HTTP/1.1 200 OK~C~CContent-Type: text/plain~:*~:*~C~C~
-                             Content-Length: 13~:*~:*~C~C~:*~:*~C~CHello, World!"
-                        #\Return #\Newline))))
+(defun listen-at (port)
+  (let ((listener (make-instance 'sb-bsd-sockets:inet-socket :type :stream :protocol :tcp)))
     (setf (sb-bsd-sockets:sockopt-reuse-address listener) t)
     (sb-bsd-sockets:socket-bind listener #(127 0 0 1) port)
     (sb-bsd-sockets:socket-listen listener 4096)
-    (sb-fiber:submit-fiber
-     group
-     (sb-fiber:make-fiber
-      (lambda ()
-        (loop (let ((socket (sb-bsd-sockets:socket-accept listener)))
-                (sb-fiber:submit-fiber
-                 group (sb-fiber:make-fiber #'answer-all :arguments (list socket reply))))))))
+    listener))
+
+#+sb-fiber
+(defun accept-all (listener begin)
+  "Let BEGIN call ANSWER-ALL for each connection, with arguments, apart from what others do."
+  (let ((reply (sb-fiber-http:string-octets
+                (format nil "HTTP/1.1 200 OK~C~CContent-Type: text/plain~:*~:*~C~C~
+                             Content-Length: 13~:*~:*~C~C~:*~:*~C~CHello, World!"
+                        #\Return #\Newline))))
+    (loop (funcall begin #'answer-all
+                   (list (sb-bsd-sockets:socket-accept listener) reply)))))
+
+#+sb-fiber
+(defun start-raw (port carriers)
+  (let ((group (sb-fiber:start-fibers nil :carrier-count carriers))
+        (listener (listen-at port)))
+    (flet ((begin (function arguments)
+             (sb-fiber:submit-fiber group (sb-fiber:make-fiber function :arguments arguments))))
+      (begin #'accept-all (list listener #'begin)))
     group))
+
+#+sb-fiber
+(defun start-raw-in-threads (port)
+  (flet ((begin (function arguments)
+           (sb-thread:make-thread function :arguments arguments)))
+    (begin #'accept-all (list (listen-at port) #'begin))))
 
 ;;;; all servers
 
@@ -146,6 +159,7 @@
         #+sb-fiber ((string= kind "engine") (start-engine port carriers))
         #+sb-fiber ((string= kind "file") (start-file-server port carriers))
         #+sb-fiber ((string= kind "raw") (start-raw port carriers))
+        #+sb-fiber ((string= kind "raw-threads") (start-raw-in-threads port))
         ((string= kind "woo") (start-woo port carriers))
         (t (start-hunchentoot port kind carriers))))
 

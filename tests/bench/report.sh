@@ -207,6 +207,7 @@ rpc_round() {
         serve rpc "SBCL fibers $POLLER" raw "10 100 1000"
     done
     unset POLLER
+    serve rpc "SBCL threads" raw-threads "10 100 1000"
     ! have c || serve rpc c c "10 100 1000"
     for language in go rust; do
         ! have $language || serve rpc $language $language-raw "10 100 1000"

@@ -41,12 +41,12 @@
 #   httpidle N [KIND]     N connections to Hunchentoot that have had an answer,
 #                         and wait, KIND as for http: growth of the resident set, the heap and the
 #                         page tables for each
-#   http PORT fibers|fast|threads|clack|engine|file|raw|woo [CARRIERS]
-#                         hello world on 127.0.0.1, until killed: Hunchentoot, with a stock
-#                         acceptor in fibers, EASY-FIBER-ACCEPTOR, or a stock acceptor in
-#                         threads; Clack's handler; the HTTP engine itself, and
-#                         with a file; a loop that reads and writes, and looks at nothing;
-#                         Woo, if WOO_SOURCE is a directory with its sources
+#   http PORT KIND [CARRIERS]
+#                         hello world on 127.0.0.1, until killed. KIND is, for Hunchentoot, fibers
+#                         (a stock acceptor), fast (EASY-FIBER-ACCEPTOR) or threads; clack,
+#                         its handler; engine, the HTTP engine itself, or file, that with a
+#                         file; raw or raw-threads, a loop that reads and writes, and looks at
+#                         nothing; woo, if WOO_SOURCE is a directory with its sources
 #
 # first_ns and first_ms are of the first round of the process, ns and ms the
 # median of the five after it.
