@@ -98,7 +98,7 @@
 ;;;; The same goes for a yield (queue the fiber) and an end (free its stack).
 ;;;;
 ;;;; Waking carriers. A carrier without work looks everywhere: its poller, the injector, the
-;;;; other queues. Then it enters its poller's number in the group's IDLE mask, *looks everywhere
+;;;; other queues. Then it enters its poller's place in the group's IDLE mask, *looks everywhere
 ;;;; again*, and sleeps in its poller until the nearest deadline. A thread that makes a fiber
 ;;;; runnable first queues it, then reads IDLE; if a bit is set there and no carrier is searching
 ;;;; already, it clears a bit and wakes that carrier. In "queue, then read IDLE" as in "enter IDLE,
@@ -252,7 +252,7 @@ or later? It may have since then."
 
 (declaim (inline idle-p))
 (defun idle-p (scheduler idle)
-  (logbitp (poller-index (scheduler-poller scheduler)) (truly-the (unsigned-byte 62) idle)))
+  (logbitp (poller-place (scheduler-poller scheduler)) (truly-the (unsigned-byte 62) idle)))
 
 (defun count-at-work (group last)
   "How many schedulers of GROUP, of those in front of LAST if that is one, do not sleep, and are not
@@ -289,10 +289,9 @@ processors."
         (when (eq (cas (fiber-group-idle group) idle
                        (logandc2 idle (ash 1 (truly-the (mod 62) bit))))
                   idle)
-          ;; If the group has ended meanwhile there is no such poller, or it is another group's,
-          ;; whose carrier looks and sleeps again.
-          (let ((poller (svref *pollers* bit)))
-            (when (poller-p poller) (wake-poller poller)))
+          ;; If the group has ended meanwhile the poller has been freed, and is not asleep.
+          (wake-poller (scheduler-poller (truly-the scheduler
+                                                    (svref (fiber-group-schedulers group) bit))))
           (return))))))
 
 (declaim (inline call-for-help))

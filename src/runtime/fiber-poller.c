@@ -87,8 +87,8 @@ void fiber_poller_wake(int wakeup)
 
 /* Report the next readiness of FD in DIRECTIONS, once, or with KEEP each time that there is more.
  * 0 or an errno. The descriptor is registered already unless it is FRESH, as a rule; if it was
- * closed behind our back it is not, and if its number was closed while a duplicate lives on, or a poller heard of it late,
- * ADD finds it there. */
+ * closed behind our back it is not, and if its number was closed while a duplicate lives on, or a
+ * poller heard of it late, ADD finds it there. */
 int fiber_poller_arm(int epoll, int fd, int directions, uint64_t data)
 {
     struct epoll_event event = { .events = to_epoll(directions), .data.u64 = data };

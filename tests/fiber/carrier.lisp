@@ -9,19 +9,38 @@
 
 (in-package "SB-FIBER-TESTS")
 
+(load (merge-pathnames "support/pollers.lisp" *load-truename*))
+
 (def-suite* carrier)
 
 ;;;; Carriers that are not to be had
 
-;;; 62 carriers are all that there can be. Prevents: numbers of pollers, or descriptors, that an
-;;; attempt to start too many keeps.
+;;; Prevents: numbers of pollers, or descriptors, that an attempt to start too many keeps; and that
+;;; the carriers of one group leave too few for another.
 (test too-many-carriers
   (flet ((start (n) (finish-fibers (start-fibers nil :carrier-count n))))
     (is (eq t (start 62)))
-    (let ((group (start-fibers nil :carrier-count 40)))
-      (signals error (start 40))
+    (let ((group (start-fibers nil :carrier-count 62)))
+      (is (eq t (start 62)))
+      (with-numbers-taken ((- sb-fiber::max-pollers 100))
+        (signals error (start 62))
+        (is (eq t (start 38))))
       (finish-fibers group))
     (is (eq t (start 62)))))
+
+;;; Prevents: carriers that are taken for those of another group, whose places have the same bits.
+(test groups-of-many-carriers-at-once
+  (let ((groups (loop repeat 3 collect (start-fibers nil :carrier-count 40))))
+    (is (every (lambda (group)
+                 (equal (loop for i below 100 collect i)
+                        (join-all (loop for i below 100
+                                        collect (let ((i i))
+                                                  (spawn (group)
+                                                    (fiber-sleep 1/1000)
+                                                    (fiber-yield)
+                                                    i))))))
+               groups))
+    (is-true (every #'finish-fibers groups))))
 
 ;;; A poller needs two descriptors. Prevents: one of them, or a poller, that is left behind.
 (test no-descriptors-left

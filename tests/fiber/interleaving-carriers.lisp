@@ -244,7 +244,7 @@
       ;; A carrier that finds another one asleep would not sleep itself, and try for ever.
       (with-changes (("TAKE-MIGRANT" "(wake-one-idle group)" "nil")
                      ("INJECTED-FOR-P" "(logandc2 (fiber-group-idle group)
-                                         (ash 1 (poller-index (scheduler-poller scheduler))))"
+                                         (ash 1 (poller-place (scheduler-poller scheduler))))"
                                        "0"))
         (fails *pass-on* :switches 2)))))
 
@@ -252,7 +252,7 @@
   (with-short-searches
     (with-forced-steps
       (with-changes (("INJECTED-FOR-P" "(/= 0 (logandc2 (fiber-group-idle group)
-                                         (ash 1 (poller-index (scheduler-poller scheduler)))))"
+                                         (ash 1 (poller-place (scheduler-poller scheduler)))))"
                                        "nil"))
         (fails *pass-on* :switches 2)))))
 

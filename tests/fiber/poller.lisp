@@ -320,12 +320,12 @@ these, for FIRST-DIRECTION first."
 (test pollers-come-and-go
   (let ((descriptors (count-descriptors)))
     (loop repeat 3
-          do (let ((pollers (loop repeat sb-fiber::max-pollers
-                                  collect (sb-fiber::make-poller))))
-               (is (= sb-fiber::max-pollers
-                      (length (remove-duplicates (mapcar #'sb-fiber::poller-index pollers)))))
-               (signals error (sb-fiber::make-poller))
-               (free-all pollers)))
+          do (with-numbers-taken ((- sb-fiber::max-pollers 100))
+               (let ((pollers (loop repeat 100 collect (sb-fiber::make-poller))))
+                 (is (= 100
+                        (length (remove-duplicates (mapcar #'sb-fiber::poller-index pollers)))))
+                 (signals error (sb-fiber::make-poller))
+                 (free-all pollers))))
     (is (= descriptors (count-descriptors)))))
 
 ;;; A poller gets the number of one that has heard of a descriptor, which it has not itself.
@@ -340,6 +340,28 @@ these, for FIRST-DIRECTION first."
           (receive-byte reader)
           (add fiber reader input poller)
           (remove-from fiber reader input))))))
+
+;;; With a duplicate of the descriptor a poller that does not forget it goes on to report. Prevents:
+;;; that of two pollers which share a bit only one forgets.
+(test pollers-that-share-a-bit-forget-both
+  (with-poller (one)
+    (with-numbers-taken ((1- sb-fiber::max-group-pollers))
+      (with-poller (two)
+        (is (= (sb-fiber::poller-bit (sb-fiber::poller-index one))
+               (sb-fiber::poller-bit (sb-fiber::poller-index two))))
+        (with-socket-pair (a b)
+          (let ((reader (make-waiter)) (writer (make-waiter))
+                (duplicate (sb-unix:unix-dup a)))
+            (add writer a output two)
+            (is (equal (list writer) (ready two)))
+            (add writer a output two)
+            (add reader a input one)
+            (close-fd a)
+            (send-byte b)
+            (is (equal '(:closed :closed) (list (result reader) (result writer))))
+            (is (null (events one)))
+            (is (null (events two)))
+            (close-fd duplicate)))))))
 
 ;;; The kernel has reported the first of the fibers that wait, and then refuses to watch the
 ;;; descriptor for the others.

@@ -51,14 +51,12 @@
 enough descriptors."
   (let ((schedulers '()) (done nil))
     (unwind-protect
-         (loop repeat n
-               do (push (%make-scheduler group (make-poller kind)) schedulers)
+         (loop for place below n
+               do (push (%make-scheduler group (make-poller kind place)) schedulers)
                finally (setf done t))
       (unless done
         (dolist (scheduler schedulers) (free-poller (scheduler-poller scheduler) #'any-poller))))
-    ;; WAKE-ONE-IDLE prefers low numbers of pollers, and ENOUGH-AT-WORK-P who is in front.
-    (sort (coerce schedulers 'simple-vector) #'<
-          :key (lambda (scheduler) (poller-index (scheduler-poller scheduler))))))
+    (coerce (nreverse schedulers) 'simple-vector)))
 
 ;;;; groups
 
@@ -85,7 +83,7 @@ interrupted, and yields, if it can, see the manual; or it is NIL, the default: f
 park or yield. NAME is a string designator, for printing.
 
 A TYPE-ERROR is signaled if an argument is something else, and an ERROR if the system has not
-enough descriptors or threads."
+enough descriptors or threads, or all groups together would have more than 992 carriers."
   (let ((n (carrier-count-argument carrier-count))
         (fibers (if (listp fibers) fibers (list fibers))))
     (check-poller-kind poller)
@@ -140,12 +138,12 @@ interrupts off."
 (define-alien-routine ("fiber_processor_count" %processor-count) int)
 
 (defun carrier-count-argument (count)
-  (cond ((null count) (min (%processor-count) max-pollers))
-        ((typep count `(integer 1 ,max-pollers)) count)
+  (cond ((null count) (min (%processor-count) max-group-pollers))
+        ((typep count `(integer 1 ,max-group-pollers)) count)
         (t (error 'simple-type-error
-                  :datum count :expected-type `(integer 1 ,max-pollers)
+                  :datum count :expected-type `(integer 1 ,max-group-pollers)
                   :format-control "~@<The carrier count ~S is not an integer from 1 to ~D.~:@>"
-                  :format-arguments (list count max-pollers)))))
+                  :format-arguments (list count max-group-pollers)))))
 
 (defun make-running-group (n &key name (poller *default-poller*) (time-slice *default-time-slice*))
   (when (equal (posix-getenv "SB_FIBER_FORCE_MIGRATION") "1")

@@ -333,7 +333,7 @@ of it."
 
 (defun all-idle-p (group)
   (loop for scheduler across (fiber-group-schedulers group)
-        always (logbitp (poller-index (scheduler-poller scheduler)) (fiber-group-idle group))))
+        always (logbitp (poller-place (scheduler-poller scheduler)) (fiber-group-idle group))))
 
 ;;; Only in groups with slices; in others nobody is asked.
 (defun shared-without-scheduler-p (carrier)

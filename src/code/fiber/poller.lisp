@@ -30,15 +30,18 @@
 (defconstant +keep+ 4)
 (defconstant +fresh+ 8)
 (defconstant +urgent+ 4)                ; in reports
-(defconstant max-pollers 62)            ; a fixnum has a bit for each
+(defconstant max-group-pollers 62)      ; a fixnum has a bit for each
+(defconstant max-pollers (* 16 max-group-pollers))
 
 (deftype descriptor () '(unsigned-byte 31))
 
 (defconstant events-per-wait 128)
 
-(defstruct (poller (:constructor %make-poller (index &optional (epoll -1) keeps-p))
+(defstruct (poller (:constructor %make-poller (index &optional (epoll -1) keeps-p (place index)))
                    (:copier nil))
   (index 0 :type (mod #.max-pollers) :read-only t)
+  ;; Which of its group it is.
+  (place 0 :type (mod #.max-group-pollers) :read-only t)
   ;; True if it is :PERSISTENT, see fiber/readiness.lisp.
   (keeps-p nil :type boolean :read-only t)
   (epoll -1 :type (signed-byte 32))
@@ -81,10 +84,10 @@
 ;;; The data of the event that WAKE makes: no descriptor has this number.
 (defconstant wakeup-data (1- (ash 1 32)))
 
-(defun make-poller (&optional (kind :one-shot))
-  "A poller of KIND, :ONE-SHOT or :PERSISTENT, with a number of its own. Signals an error if the
-process has too many, or no descriptor left."
-  (let ((poller (%make-poller (claim-poller-index) -1 (eq kind :persistent)))
+(defun make-poller (&optional (kind :one-shot) (place 0))
+  "A poller of KIND, :ONE-SHOT or :PERSISTENT, number PLACE of its group, with a number of its own
+among all. Signals an error if the process has too many, or no descriptor left."
+  (let ((poller (%make-poller (claim-poller-index) -1 (eq kind :persistent) place))
         (done nil))
     (unwind-protect
          (setf (poller-events poller) (sb-alien::%make-alien (* events-per-wait 16))

@@ -124,8 +124,7 @@ waited."
 (defun change-keeper (cell old new)
   "Let the poller number NEW keep CELL instead of number OLD."
   (declare (fd-cell cell))
-  (setf (fd-cell-leaving cell)
-        (logior (logandc2 (fd-cell-leaving cell) (poller-bit new)) (poller-bit old)))
+  (setf (fd-cell-leaving cell) (logior (fd-cell-leaving cell) (poller-bit old)))
   (begin-to-keep cell new))
 
 (declaim (ftype (sfunction (fd-cell poller) (values (mod #.max-pollers) boolean)) choose-keeper))

@@ -41,8 +41,8 @@
   (handed 0 :type (and unsigned-byte fixnum))
   ;; The HEADs of the queues of others where it has left a fiber alone; whether it has in its last
   ;; search, and nobody has been called for that fiber.
-  (seen (make-array max-pollers :element-type 'fixnum :initial-element -1)
-   :type (simple-array fixnum (#.max-pollers)) :read-only t)
+  (seen (make-array max-group-pollers :element-type 'fixnum :initial-element -1)
+   :type (simple-array fixnum (#.max-group-pollers)) :read-only t)
   (left-alone-p nil :type boolean)
   ;; How often it has taken work from others.
   (steals 0 :type fixnum))
@@ -117,7 +117,7 @@ it."
   (aborters 0 :type word)
   ;; Places for spare carriers, and for schedulers that found none; 0 is a free place.
   (spares (make-array 256 :initial-element 0) :type simple-vector :read-only t)
-  (orphans (make-array max-pollers :initial-element 0) :type simple-vector :read-only t)
+  (orphans (make-array max-group-pollers :initial-element 0) :type simple-vector :read-only t)
   ;; What the monitor sleeps on: 1 when there may be something for it.
   (monitor-wake-word 0 :type word)
   ;; 1 while it sleeps until a carrier says that it is awake

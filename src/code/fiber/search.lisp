@@ -87,7 +87,7 @@ time."
 (defun steal-work (scheduler)
   (let* ((all (fiber-group-schedulers (truly-the fiber-group (scheduler-group scheduler))))
          (n (length all))
-         (start (poller-index (scheduler-poller scheduler))))
+         (start (poller-place (scheduler-poller scheduler))))
     (dotimes (i n)
       (let* ((place (rem (+ start i 1) n))
              (victim (truly-the scheduler (svref all place))))
@@ -233,7 +233,7 @@ is queued in SCHEDULER."
          (or (not (migration-forced-p group))
              (injector-has-migrant-p injector carrier)
              (/= 0 (logandc2 (fiber-group-idle group)
-                             (ash 1 (poller-index (scheduler-poller scheduler)))))))))
+                             (ash 1 (poller-place (scheduler-poller scheduler)))))))))
 
 (declaim (inline handlers-wait-p))
 (defun handlers-wait-p ()
@@ -276,7 +276,7 @@ is queued in SCHEDULER."
   "Sleep until there is something to do."
   (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
          (poller (scheduler-poller scheduler))
-         (bit (ash 1 (poller-index poller))))
+         (bit (ash 1 (poller-place poller))))
     (run-queue-forget (scheduler-queue scheduler))
     (setf (poller-sleep poller) 1)
     (enter-idle group bit)              ; a full barrier, see the head of fiber.lisp

@@ -23,8 +23,9 @@
 ;;;    number is INPUT-POLLER or OUTPUT-POLLER, or its report is being handled; or that poller is
 ;;;    the KEEPER, which will report the next change, see fiber/readiness.lisp;
 ;;;  - KNOWN-TO has the bits of the pollers that have heard of the descriptor in its present
-;;;    GENERATION, and not forgotten it (a poller may hear of it late, from a thread that arms while
-;;;    it is being closed: the reports of that one are dropped);
+;;;    GENERATION (a poller may hear of it late, from a thread that arms while it is being closed:
+;;;    the reports of that one are dropped). One bit stands for several pollers; so it may be set
+;;;    for others that have not heard of it, as for those that have forgotten it or are no more;
 ;;;  - ARMING is 0, and so is LEAVING.
 ;;;
 ;;;     state of a waiter          move                     by
@@ -188,7 +189,7 @@ call ARM-CELL when it has released that."
 (declaim (inline poller-bit directions-of-poller next-arming))
 (defun poller-bit (index)
   (declare (type (mod #.max-pollers) index))
-  (truly-the (unsigned-byte 62) (ash 1 index)))
+  (truly-the (unsigned-byte 62) (ash 1 (rem index max-group-pollers))))
 
 (defun directions-of-poller (cell index)
   (logior (if (= (fd-cell-input-poller cell) index) +input+ 0)
@@ -203,7 +204,7 @@ call ARM-CELL when it has released that."
 
 (defun next-arming (cell)
   "Take wishes out of ARMING of CELL, and return the number of the poller in which to arm, and
-whether that has not heard of the descriptor yet; or else NIL and be done. For the thread that arms,
+whether that most likely does not know the descriptor; or else NIL and be done. For the thread that arms,
 which holds the lock of CELL."
   (let ((wishes (logandc2 (fd-cell-arming cell)
                           (if (fd-cell-keeper cell)
@@ -220,7 +221,9 @@ which holds the lock of CELL."
              (setf (fd-cell-arming cell)
                    (logior +arming-now+ (logandc2 wishes (wishes-for-poller cell index)))
                    (fd-cell-known-to cell) (logior known-to (poller-bit index)))
-             (values index (not (logbitp index known-to))))))))
+             (values index
+                     (or (logtest wishes +keeper+) ; the one before has been told to forget it
+                         (not (logtest (poller-bit index) known-to)))))))))
 
 (declaim (inline how-to-arm))
 (defun how-to-arm (cell index)
@@ -243,23 +246,28 @@ which holds the lock of CELL."
 (defun arm-cell (cell)
   "Arm CELL for all that is wanted, until nothing new is. For the thread to which WISH-TO-ARM has
 returned true."
-  (let ((leaving 0))
-    (declare (type (unsigned-byte 62) leaving))
-    (loop
-      (let ((index nil) (freshp nil) (directions 0) (data 0))
-        (declare (type (or null (mod #.max-pollers)) index) (type (mod 16) directions) (word data))
-        (with-tiny-lock ((fd-cell-lock cell))
-          (setf (fd-cell-known-to cell) (logandc2 (fd-cell-known-to cell) leaving)
-                (values index freshp) (next-arming cell))
-          (when index
-            (setf directions (how-to-arm cell index)
-                  data (fd-cell-data cell)
-                  leaving (logandc2 (shiftf (fd-cell-leaving cell) 0) (poller-bit index))))
-          nil)
-        (unless index (return))
-        (unless (= leaving 0) (forget-in-pollers (fd-cell-fd cell) leaving))
-        (unless (= directions 0)        ; it may have been woken meanwhile
-          (arm-for-all cell index (if freshp (logior directions +fresh+) directions) data))))))
+  (loop
+    (let ((index nil) (freshp nil) (directions 0) (data 0)
+          (leaving 0) (keeper nil) (reader nil) (writer nil))
+      (declare (type (or null (mod #.max-pollers)) index) (type (mod 16) directions) (word data)
+               (type (unsigned-byte 62) leaving))
+      (with-tiny-lock ((fd-cell-lock cell))
+        (setf (values index freshp) (next-arming cell))
+        (when index
+          (setf directions (how-to-arm cell index)
+                data (fd-cell-data cell)
+                leaving (shiftf (fd-cell-leaving cell) 0)
+                keeper (fd-cell-keeper cell)
+                reader (and (fd-cell-input cell) (fd-cell-input-poller cell))
+                writer (and (fd-cell-output cell) (fd-cell-output-poller cell))))
+        nil)
+      (unless index (return))
+      (unless (= leaving 0)
+        (let ((spared (list index keeper reader writer)))
+          (declare (dynamic-extent spared))
+          (forget-in-pollers (fd-cell-fd cell) leaving spared)))
+      (unless (= directions 0)          ; it may have been woken meanwhile
+        (arm-for-all cell index (if freshp (logior directions +fresh+) directions) data)))))
 
 ;;; What is kept in vain would report for ever. No other thread arms the next file of this number
 ;;; meanwhile, so only what was armed here is forgotten.
@@ -270,7 +278,7 @@ returned true."
     (unless (= errno 0) (refuse-waiters cell index data errno))
     (when (logtest directions +keep+)
       (unless (and (= data (fd-cell-data cell)) (eql index (fd-cell-keeper cell)))
-        (forget-in-pollers (fd-cell-fd cell) (poller-bit index))))))
+        (forget-in-poller index (fd-cell-fd cell))))))
 
 (declaim (inline end-keeping))
 (defun end-keeping (cell index)
@@ -419,14 +427,21 @@ keep the registration alive and report for another file that gets the number: he
     (unless (= known-to 0) (forget-in-pollers (fd-cell-fd cell) known-to))
     (values (release-waiters chain :closed) generation)))
 
-(defun forget-in-pollers (fd known-to)
-  (declare (type (unsigned-byte 62) known-to))
-  (dotimes (i max-pollers)
-    (when (logbitp i known-to)
-      (let ((poller (svref *pollers* i)))
-        (when (poller-p poller)
-          (using-poller (poller (eq poller (svref *pollers* i)))
-            (%poller-forget (poller-epoll poller) fd)))))))
+(defun forget-in-pollers (fd bits &optional spared)
+  "Let the pollers whose bits are in BITS forget FD, but for those whose numbers are in SPARED."
+  (declare (type (unsigned-byte 62) bits) (list spared))
+  (dotimes (bit max-group-pollers)
+    (when (logbitp bit bits)
+      (loop for index of-type index from bit below max-pollers by max-group-pollers
+            do (unless (member index spared)
+                 (forget-in-poller index fd))))))
+
+(defun forget-in-poller (index fd)
+  (declare (type (mod #.max-pollers) index))
+  (let ((poller (svref *pollers* index)))
+    (when (poller-p poller)
+      (using-poller (poller (eq poller (svref *pollers* index)))
+        (%poller-forget (poller-epoll poller) fd)))))
 
 ;;; FD has been closed, and its number may stand for another file already: nothing is undone.
 (declaim (ftype (sfunction (fd-cell (unsigned-byte 29)) list) wake-late-waiters))
@@ -444,7 +459,7 @@ than GENERATION."
 
 ;;;; a poller that is freed
 
-;;; The next poller with this number has heard of nothing, and no carrier serves this one.
+;;; No carrier serves it any more.
 (defun forget-poller-in-cells (index heir)
   "Let no cell refer to the poller number INDEX. HEIR, a function, returns a poller for a fiber at
 the head of a chain that was served by it: for a fiber of another group, which had joined others."
@@ -453,11 +468,7 @@ the head of a chain that was served by it: for a fiber of another group, which h
            (declare (fd-cell cell))
            (drop-keeper cell index)     ; first: nobody begins to wait for its reports then
            (find-heir cell +input+ index heir)
-           (find-heir cell +output+ index heir)
-           (with-tiny-lock ((fd-cell-lock cell))
-             (setf (fd-cell-known-to cell)
-                   (logandc2 (fd-cell-known-to cell) (poller-bit index)))
-             nil)))
+           (find-heir cell +output+ index heir)))
     (map-fd-cells #'forget)))
 
 (defun drop-keeper (cell index)

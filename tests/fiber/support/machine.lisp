@@ -282,14 +282,18 @@
                (epoll-refusal epoll)))))
 
 ;;; Closing makes the kernel forget all the same.
-(defun steps::forget-in-pollers (fd known-to)
+(defun steps::forget-in-pollers (fd known-to &optional spared)
   (declare (ignore fd))
   (let ((epoll *epoll*))
     (unless (sb-fiber::fd-cell-closing *cell*)
       (perform :locked epoll 'armed
                (lambda ()
                  (dotimes (i 3)
-                   (when (logbitp i known-to) (forget-registration epoll (+ no-descriptor i)))))))))
+                   (when (and (logbitp i known-to) (not (member i spared)))
+                     (forget-registration epoll (+ no-descriptor i)))))))))
+
+(defun steps::forget-in-poller (index fd)
+  (steps::forget-in-pollers fd (ash 1 index)))
 
 (defun close-epoll (poller)
   (let ((epoll *epoll*))
@@ -384,7 +388,7 @@ kept."
   (cond ((plusp nanoseconds) (write-word clock-address (+ (steps::fiber-now) nanoseconds)))
         ((minusp nanoseconds)
          (let ((eventfds *eventfds*)
-               (i (sb-fiber::poller-index (sb-fiber::scheduler-poller scheduler))))
+               (i (sb-fiber::poller-place (sb-fiber::scheduler-poller scheduler))))
            (perform-when-needed :locked eventfds i (lambda () (setf (svref eventfds i) 0))
                                 (lambda () (plusp (svref eventfds i))))))))
 

@@ -19,6 +19,13 @@
      (unwind-protect (progn ,@body)
        (sb-fiber::free-poller ,poller))))
 
+;;; Pollers whose numbers are apart by as many as a group may have share a bit of KNOWN-TO.
+(defmacro with-numbers-taken ((n) &body body)
+  "Execute BODY while N numbers of pollers are not to be had, the lowest ones."
+  `(let ((numbers (loop repeat ,n collect (sb-fiber::claim-poller-index))))
+     (unwind-protect (progn ,@body)
+       (dolist (i numbers) (setf (svref sb-fiber::*pollers* i) nil)))))
+
 ;;;; Descriptors
 
 (defun close-fd (fd)
