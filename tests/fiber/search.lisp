@@ -153,7 +153,8 @@
 
 ;;;; more carriers than processors
 
-;;; A second stands for a millisecond: this thread may be kept from a processor for longer than that.
+;;; A second stands for a millisecond: this thread may be kept from a processor for longer than
+;;; that.
 (defmacro with-limit (&body body)
   "Execute BODY where migration is not forced, and cycles are measured: else there is no limit."
   `(progn

@@ -222,7 +222,8 @@ returned, and whether it did afterwards."
     (let ((contest (make-contest 2)))
       (is (every #'plusp
                  (run-fibers (loop for i below 2
-                                   collect (let ((i i)) (make-fiber (lambda () (compete contest i)))))
+                                   collect (let ((i i))
+                                             (make-fiber (lambda () (compete contest i)))))
                              :carrier-count 1 :time-slice 1/1000)))))
   (signals type-error (run-fibers '() :time-slice 0))
   (signals type-error (run-fibers '() :poller :epoll)))

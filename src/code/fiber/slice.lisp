@@ -23,8 +23,8 @@
 ;;;
 ;;; A fiber is asked once in a turn, that is an epoch of its carrier, unless it refuses. By the time
 ;;; that it sees the interruption it may have had another turn: then it does nothing. A carrier that
-;;; has lost its scheduler runs what is at home there, one after the other, and these are asked, too;
-;;; it becomes a spare when they have parked or ended.
+;;; has lost its scheduler runs what is at home there, one after the other, and these are asked,
+;;; too; it becomes a spare when they have parked or ended.
 ;;;
 ;;; It does not yield by FIBER-YIELD: the exhaustion of the stack must not be signalled where there
 ;;; is too little left to wait, and whoever computes has not asked to leave what is cancelled.

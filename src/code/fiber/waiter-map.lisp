@@ -204,8 +204,8 @@ call ARM-CELL when it has released that."
 
 (defun next-arming (cell)
   "Take wishes out of ARMING of CELL, and return the number of the poller in which to arm, and
-whether that most likely does not know the descriptor; or else NIL and be done. For the thread that arms,
-which holds the lock of CELL."
+whether that most likely does not know the descriptor; or else NIL and be done. For the thread that
+arms, which holds the lock of CELL."
   (let ((wishes (logandc2 (fd-cell-arming cell)
                           (if (fd-cell-keeper cell)
                               +arming-now+
