@@ -441,17 +441,6 @@ run last, and return it, or NIL."
         (inject group fiber)
         (make-runnable fiber))))
 
-(defun requeue-preempted (carrier fiber)
-  (declare (carrier carrier) (fiber fiber))
-  (cond ((fiber-home fiber)             ; that is CARRIER
-         (injector-put (carrier-preempted carrier) fiber)
-         (let ((group (truly-the fiber-group (carrier-group carrier))))
-           (setf (carrier-preempted-until carrier)
-                 (truly-the (and unsigned-byte fixnum)
-                            (+ (fiber-now)
-                               (truly-the fixnum (or (fiber-group-time-slice group) 0)))))))
-        (t (requeue fiber))))
-
 (defun finish-parking (fiber)
   (unless (phase-becomes-p fiber +active+ +parked+)
     (setf (fiber-phase fiber) +active+) ; nothing else moves a phase that has a permit

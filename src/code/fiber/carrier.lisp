@@ -23,20 +23,6 @@
     (leave-queue carrier)               ; what the last has left there, too
     (run-on-carrier carrier fiber)))
 
-;;; While others have something to run, they have a slice after each turn of what was preempted.
-(defun run-preempted (carrier)
-  "Let one of the fibers go on that were preempted on CARRIER. Return false if there is none."
-  (let ((fiber (injector-take (carrier-preempted carrier) 1)))
-    (when fiber
-      (leave-queue carrier)
-      (run-on-carrier carrier fiber)
-      t)))
-
-(declaim (inline preempted-due-p))
-(defun preempted-due-p (carrier)
-  (and (injector-first (carrier-preempted carrier))
-       (>= (fiber-now) (carrier-preempted-until carrier))))
-
 ;;; Handlers that were deferred while the scheduler ran, and functions that others want this OS
 ;;; thread to call. They run on the carrier's own stack, where a wait for a lock is a native one,
 ;;; and is announced.

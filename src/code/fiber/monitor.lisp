@@ -131,8 +131,9 @@ until they are back. A global variable: it can be set and not be bound.")
         (carrier-spare spare) :retired)
   (wake-carrier spare))
 
-(defun quiet-p (group period)
-  "Called at each look, every PERIOD: has none been stuck for so long that spares are not needed?"
+(defun note-quiet-look (group period)
+  "Called at each look, every PERIOD: return true if none has been stuck for so long that spares are
+not needed."
   (>= (* period (incf (fiber-group-quiet-looks group)))
       (* +periods-before-retiring+ (or (look-period t) period))))
 
@@ -140,7 +141,7 @@ until they are back. A global variable: it can be set and not be bound.")
   "If GROUP has more spares than it needs, and nothing has been stuck for some time, let one end.
 Return true if there is more to do."
   (and (> (count-used (fiber-group-spares group)) (length (fiber-group-schedulers group)))
-       (or (not (quiet-p group period)) (retire-spare group))))
+       (or (not (note-quiet-look group period)) (retire-spare group))))
 
 ;;;; taking a scheduler away
 

@@ -129,7 +129,9 @@ yet."
 
 (defun claim-poller-index ()
   (dotimes (i max-pollers
-              (error "There are ~D carriers already, which is the limit." max-pollers))
+              (error "~@<There are ~D carriers already, which is the limit. Finish a group by ~
+                      FINISH-FIBERS, or start groups with fewer.~:@>"
+                     max-pollers))
     (when (null (cas (svref *pollers* i) nil t)) (return i))))
 
 (defun free-poller (poller &optional (heir (constantly nil)))

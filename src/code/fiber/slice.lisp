@@ -55,3 +55,32 @@
                  (= epoch (carrier-epoch carrier))
                  (%interrupt-fiber fiber (lambda () (end-turn fiber epoch))))
       (setf (carrier-refused-p carrier) t))))
+
+;;;; what the carrier does with those that were preempted
+
+;;; While others have something to run, they have a slice after each turn of what was preempted.
+(defun requeue-preempted (carrier fiber)
+  "Let FIBER, which has ended its turn on CARRIER, have another one."
+  (declare (carrier carrier) (fiber fiber))
+  (cond ((fiber-home fiber)             ; that is CARRIER
+         (injector-put (carrier-preempted carrier) fiber)
+         (let ((group (truly-the fiber-group (carrier-group carrier))))
+           (setf (carrier-preempted-until carrier)
+                 (truly-the (and unsigned-byte fixnum)
+                            (+ (fiber-now)
+                               (truly-the fixnum (or (fiber-group-time-slice group) 0)))))))
+        (t (requeue fiber))))
+
+(defun run-preempted (carrier)
+  "Let one of the fibers go on that were preempted on CARRIER. Return false if there is none."
+  (let ((fiber (injector-take (carrier-preempted (truly-the carrier carrier)) 1)))
+    (when fiber
+      (leave-queue carrier)
+      (run-on-carrier carrier fiber)
+      t)))
+
+(defun preempted-due-p (carrier)
+  "Have others on CARRIER had their time since one that was preempted had a turn?"
+  (declare (carrier carrier))
+  (and (injector-first (carrier-preempted carrier))
+       (>= (fiber-now) (carrier-preempted-until carrier))))
