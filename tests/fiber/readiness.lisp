@@ -31,7 +31,8 @@
   "Read an octet of FD as streams do. Return true if there was one."
   (let ((octets (make-array 1 :element-type '(unsigned-byte 8))))
     (sb-sys:with-pinned-objects (octets)
-      (eql 1 (sb-fiber::read-by-kind (cell fd) fd (sb-sys:vector-sap octets) 1)))))
+      (eql 1 (sb-fiber::read-by-kind (cell fd) (sb-fiber::note-file (cell fd)) fd
+                                     (sb-sys:vector-sap octets) 1)))))
 
 ;;; Prevents: a system call for each wait, which is what :PERSISTENT is for.
 (test a-descriptor-is-armed-once

@@ -173,6 +173,107 @@ before."
                  (let ((problem (apply #'stranger-problem result new)))
                    (is (null problem) "closer ~D: ~A" i problem)))))))
 
+;;;; Fibers that are interrupted just before the system call
+
+(defun call-interrupted (use fd interruption)
+  "Call USE in a fiber that is interrupted by INTERRUPTION after it has compared the file of FD with
+the one that it noted, unless it cannot be there. Return what it returns, or the condition."
+  (let ((calls 0) (user nil))
+    (flet ((call (f number)
+             (prog1 (funcall f number)
+               (when (and (eql number fd) (eq user sb-thread:*current-thread*) (= 2 (incf calls)))
+                 (interrupt-fiber user interruption)))))
+      (sb-int:encapsulate 'sb-fiber::file-identity 'test #'call)
+      (unwind-protect
+           (in-fiber ()
+             (setf user (current-fiber))
+             (handler-case (funcall use) (error (condition) condition)))
+        (sb-int:unencapsulate 'sb-fiber::file-identity 'test)))))
+
+;;; It is being closed all the time, so that the comparison is a call.
+(defun octets-after-interruption (use)
+  "Call USE with a socket and its stream; before its system call the number of the socket becomes
+another's. Return the octets that arrive where they should, and where they should not."
+  (with-binary-sockets (a b stream)
+    (let* ((fd (socket-file-descriptor a)) (mark nil) (new-peer nil))
+      (socket-send b (octets 10) 10)
+      (sb-ext:cancel-finalization stream)
+      (call-interrupted (lambda ()
+                          (setf mark (sb-fiber::note-close fd))
+                          (funcall use a stream))
+                        fd
+                        (lambda ()
+                          (close-for-real fd)
+                          (setf new-peer (stranger fd))
+                          (sb-fiber::note-closed fd mark)))
+      (assert new-peer)
+      (prog1 (list (readable-octets (socket-file-descriptor b)) (readable-octets new-peer)
+                   (equalp (readable-octets fd) (secret)))
+        (sb-unix:unix-close new-peer)))))
+
+;;; Prevents: an answer that is sent to another client, if a fiber is preempted there.
+(test interrupted-before-the-call
+  (loop for name in '(:write :send :read-byte :receive)
+        for use = (getf (append *uses* *other-uses*) name)
+        do (destructuring-bind (right wrong untouched) (octets-after-interruption use)
+             (is (= (if (member name '(:write :send)) (if (eq name :write) 1 10) 0)
+                    (length right))
+                 "~S: ~S arrived" name right)
+             (is (equalp #() wrong) "~S wrote ~S" name wrong)
+             (is-true untouched "~S read what another was to read" name))))
+
+;;; Prevents: the same, if it was preempted a little earlier.
+(test closed-before-the-file-is-noted
+  (dolist (name '(:write :read-byte))
+    (with-binary-sockets (a b stream)
+      (let ((fd (socket-file-descriptor a)) (user nil) (new '()))
+        (sb-int:encapsulate 'sb-fiber::find-fd-cell 'test
+                            (lambda (f number createp)
+                              (when (and (eql number fd) (eq user sb-thread:*current-thread*))
+                                (setf user nil
+                                      new (close-and-reuse (fourth (closers)) a stream)))
+                              (funcall f number createp)))
+        (unwind-protect
+             (let ((condition (in-fiber ()
+                                (setf user (current-fiber))
+                                (handler-case
+                                    (funcall (getf (append *uses* *other-uses*) name) a stream)
+                                  (error (condition) condition)))))
+               (is (null (apply #'stranger-problem condition new))))
+          (sb-int:unencapsulate 'sb-fiber::find-fd-cell 'test))))))
+
+;;; Prevents: a carrier that waits in poll(2) for what can never be ready, if a stream is closed
+;;; between a call that would wait and the wait.
+(test waiting-for-the-number-of-a-closed-stream
+  (is (eq t (in-fiber () (sb-sys:wait-until-fd-usable -1 :input nil nil)))))
+
+(defun buffers-of (stream)
+  (list (sb-impl::fd-stream-ibuf stream) (sb-impl::fd-stream-obuf stream)))
+
+(defun buffers-after-closing ()
+  "The buffers of a stream that is closed then, and those of the next one."
+  (with-sockets (a b)
+    (let* ((stream (stream-of a)) (buffers (buffers-of stream)))
+      (close stream)
+      (list buffers (buffers-of (stream-of b))))))
+
+;;; Prevents: output of one stream that becomes another's, if a fiber that writes is preempted, and
+;;; others close the stream.
+(test buffers-while-a-fiber-is-interrupted
+  (with-group (group 2)
+    (let* ((interrupted (make-flag)) (done (make-flag))
+           (fiber (spawn (group)
+                    (wait-until (flag-value done)))))
+      (interrupt-fiber fiber (lambda ()
+                               (raise-flag interrupted)
+                               (fiber-park)))
+      (is-true (wait-until (flag-value interrupted)))
+      (is (null (apply #'intersection (buffers-after-closing))))
+      (raise-flag done)
+      (fiber-unpark fiber)
+      (join fiber)
+      (is-true (apply #'intersection (buffers-after-closing))))))
+
 ;;;; Sockets that listen
 
 (defun listen-instead (listener)

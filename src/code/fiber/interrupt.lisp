@@ -33,7 +33,9 @@
       (sb-thread::without-thread-waiting-for (:already-without-interrupts t)
         (allow-with-interrupts
           (let ((*waited-for* nil)) ; what FUNCTION waits for is its own affair
-            (funcall (or sb-thread::*interrupt-handler* #'funcall) function)))))))
+            (atomic-incf **interrupted-fibers**)
+            (unwind-protect (funcall (or sb-thread::*interrupt-handler* #'funcall) function)
+              (atomic-decf **interrupted-fibers**))))))))
 
 (defun run-interruptions (fiber)
   (loop

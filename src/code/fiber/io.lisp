@@ -29,18 +29,21 @@
 ;;; fiber has closed it, and the kernel has given the number to the next file, a stranger's
 ;;; connection perhaps. So an operation notes the file at its start (NOTE-FILE), and compares
 ;;; (SAME-FILE-P) after every yield or park and before each call; if it is another file, the
-;;; operation fails. These keep a number across a park, or a yield in SPEND-BUDGET:
-;;;   UNIX-READ-NOW, WRITING-NOW       which fail with EBADF
+;;; operation fails. Between the comparison and a call that cannot wait there is no interruption
+;;; (IF-SAME-FILE), since what it calls may park, and a fiber is preempted by one. These keep a
+;;; number across a park, or a yield in SPEND-BUDGET:
+;;;   READ-BUFFER-NOW, WRITING-NOW     which fail with EBADF
 ;;;   PARK-ON-FILE                     which signals DESCRIPTOR-CLOSED, as all that call it do,
 ;;;                                    wherever they park: PARK-ON-FD, POLL-IN-FIBER,
 ;;;                                    PARK-FOR-SET
 ;;;   CALL-ON-FILE                     likewise: accept, send, sendto, recvfrom
 ;;;   CONNECT-IN-FIBER                 likewise
-;;; A stream keeps its number in a slot, which has -1 before the number is closed, and gives back
-;;; its buffers after that: a fiber that goes on after a wait finds one or the other. The sets of
-;;; select and poll hold numbers, and an answer is about whatever these stand for then, as it is
-;;; from the kernel. Between the comparison and the call another OS thread may still close the file:
-;;; that is so for threads as well.
+;;; A stream keeps its number in a slot, which has -1 before the number is closed. So the file that
+;;; was noted for a number is the stream's if the slot has the number still. It gives back its
+;;; buffers after that, and these another stream takes: but not while a fiber is interrupted, which
+;;; may be about to use them, see RECYCLE. The sets of select and poll hold numbers, and an answer
+;;; is about whatever these stand for then, as it is from the kernel. Between the comparison and the
+;;; call another OS thread may still close the file: that is so for threads as well.
 
 (define-condition descriptor-closed (error)
   ((descriptor :initarg :descriptor :reader %descriptor-closed-descriptor))
@@ -84,6 +87,10 @@ negative number."
 (defun ensure-same-file (cell file)
   (unless (same-file-p cell file)
     (error 'descriptor-closed :descriptor (fd-cell-fd cell))))
+
+(defmacro if-same-file ((cell file) call)
+  "The value of CALL, a system call that does not wait, or false if CELL is not for FILE any more."
+  `(without-interruptions (and (same-file-p ,cell ,file) ,call)))
 
 (defun descriptor-closed-descriptor (condition)
   "Return the number of the file descriptor that CONDITION, of type DESCRIPTOR-CLOSED, is about."
@@ -183,16 +190,25 @@ and FILE to the file for which that stood before a yield. BODY is to compare."
 (defun parkable-fd-p (fd)
   (and (typep fd 'descriptor) (can-park-p)))
 
-(declaim (ftype (sfunction (descriptor symbol fixnum) boolean) poll-in-fiber))
+(defun poll-in-fiber-p (fd)
+  (or (parkable-fd-p fd)
+      (and (typep fd '(integer * -1)) (can-park-p))))
+
+;;; A negative number is that of a stream that another has closed just before. It is never ready,
+;;; says poll(2); but the caller is to find out.
+(declaim (ftype (sfunction (fixnum symbol fixnum) boolean) poll-in-fiber))
 (defun poll-in-fiber (fd direction milliseconds)
   "What UNIX-SIMPLE-POLL does in a fiber: wait for FD at most MILLISECONDS, for ever if negative."
   (let ((direction (ecase direction (:input +input+) (:output +output+))))
-    (if (= milliseconds 0)
-        (within-budget-on-file (cell file fd +call-cost+) ; as in (LOOP UNTIL (LISTEN ...))
-          (ensure-same-file cell file)
-          (poll-now fd direction))
-        (park-on-fd fd direction
-                    (and (> milliseconds 0) (nanoseconds-from-now (* milliseconds 1000000)))))))
+    (cond ((minusp fd) t)
+          ((= milliseconds 0)
+           (within-budget-on-file (cell file fd +call-cost+) ; as in (LOOP UNTIL (LISTEN ...))
+             (ensure-same-file cell file)
+             (poll-now fd direction)))
+          (t
+           (park-on-fd fd direction
+                       (and (> milliseconds 0)
+                            (nanoseconds-from-now (* milliseconds 1000000))))))))
 
 (defun %poll-now (fd direction)
   (alien-funcall (extern-alien "fiber_poll_now" (function int int int)) fd direction))
@@ -280,13 +296,16 @@ for that: the other end may be some fiber of this very carrier."
       (= result (- sb-unix:eopnotsupp))
       (= result (- sb-unix:espipe))))
 
-(defmacro call-by-kind (cell &key socket pipe poll plain)
+(defmacro call-by-kind ((cell file) &key socket pipe poll plain)
+  "The value of the call for the kind of CELL, or minus EBADF if that is not for FILE any more."
   `(flet ((try (kind)
-            (case kind
-              ((:socket :stream :messages) ,socket)
-              (:pipe ,pipe)
-              (:poll ,poll)
-              (t ,plain))))
+            (or (case kind
+                  ((:socket :stream :messages) (if-same-file (,cell ,file) ,socket))
+                  (:pipe (if-same-file (,cell ,file) ,pipe))
+                  ;; A terminal may wait: that is left when the fiber is terminated.
+                  (:poll (and (same-file-p ,cell ,file) ,poll))
+                  (t (and (same-file-p ,cell ,file) ,plain)))
+                (- sb-unix:ebadf))))
      (declare (inline try))
      (let ((result (try (or (fd-cell-kind ,cell) (find-out-kind ,cell)))))
        (declare (type (signed-byte 64) result))
@@ -305,38 +324,60 @@ for that: the other end may be some fiber of this very carrier."
       (values nil (- result))
       (values result 0)))
 
+(declaim (inline number-of-stream-p))
+(defun number-of-stream-p (fd stream)
+  "Is FD the descriptor of STREAM, if that is not NIL, still?"
+  (or (null stream)
+      (= fd (sb-impl::fd-stream-fd (truly-the fd-stream stream)))))
+
+(declaim (inline read-buffer-now))
+(defun read-buffer-now (fd stream sap n)
+  (if (parkable-fd-p fd)
+      (within-budget-on-file (cell file fd +budget+)
+        (if (number-of-stream-p fd stream)
+            (count-or-errno (read-by-kind cell file fd sap n))
+            (values nil sb-unix:ebadf)))
+      (sb-unix:unix-read fd sap n)))
+
 (defun unix-read-now (fd sap n)
   "Read at most N bytes from the file descriptor FD to memory at SAP, a SYSTEM-AREA-POINTER. Return
 the number of bytes read, which is 0 at the end of the file, or NIL and an errno. In a fiber that
 can park this does not wait, but fails with SB-UNIX:EWOULDBLOCK; it may yield before it reads, and
 fails with SB-UNIX:EBADF if FD is closed by others meanwhile. See SB-SYS:WAIT-UNTIL-FD-USABLE for
 waiting. Elsewhere it waits as read(2) does."
-  (if (parkable-fd-p fd)
-      (within-budget-on-file (cell file fd +budget+)
-        (if (same-file-p cell file)
-            (count-or-errno (read-by-kind cell fd sap n))
-            (values nil sb-unix:ebadf)))
-      (sb-unix:unix-read fd sap n)))
+  (read-buffer-now fd nil sap n))
 
-(defun read-by-kind (cell fd sap n)
+(defun read-for-stream (stream fd sap n)
+  (read-buffer-now fd stream sap n))
+
+(defun read-by-kind (cell file fd sap n)
   (proving-blocked (cell +input+)
-    (call-by-kind cell
-                  :socket (%receive-now fd sap n)
-                  :pipe (%read-now fd sap n)
-                  :poll (if (poll-now fd +input+) (%plain-read fd sap n) (- sb-unix:ewouldblock))
-                  :plain (%plain-read fd sap n))))
+    (call-by-kind (cell file)
+      :socket (%receive-now fd sap n)
+      :pipe (%read-now fd sap n)
+      :poll (if (poll-now fd +input+) (%plain-read fd sap n) (- sb-unix:ewouldblock))
+      :plain (%plain-read fd sap n))))
 
 ;;; A response of several pieces is not torn apart for the sake of a budget.
-(defmacro writing-now ((cell fd) in-fiber &body elsewhere)
+(defmacro writing-now ((cell file fd stream) in-fiber &body elsewhere)
   "The values of IN-FIBER, a count or minus an errno, as UNIX-WRITE-NOW returns them, where the
-running fiber can park; or else those of ELSEWHERE."
-  (with-unique-names (file)
-    `(if (parkable-fd-p ,fd)
-         (within-budget-on-file (,cell ,file ,fd +call-cost+ +budget+)
-           (if (same-file-p ,cell ,file)
-               (count-or-errno ,in-fiber)
-               (values nil sb-unix:ebadf)))
-         (progn (note-native-call ,fd :output) ,@elsewhere))))
+running fiber can park; or else those of ELSEWHERE. FD is that of STREAM, if that is not NIL."
+  `(if (parkable-fd-p ,fd)
+       (within-budget-on-file (,cell ,file ,fd +call-cost+ +budget+)
+         (if (number-of-stream-p ,fd ,stream)
+             (count-or-errno ,in-fiber)
+             (values nil sb-unix:ebadf)))
+       (progn (note-native-call ,fd :output) ,@elsewhere)))
+
+(declaim (inline write-buffer-now))
+(defun write-buffer-now (fd stream buffer offset n)
+  (writing-now (cell file fd stream)
+      (with-pinned-objects (buffer)
+        (write-by-kind cell file fd
+                       (sap+ (if (system-area-pointer-p buffer) buffer (vector-sap buffer))
+                             offset)
+                       n))
+    (sb-unix:unix-write fd buffer offset n)))
 
 (defun unix-write-now (fd buffer offset n)
   "Write at most N bytes of BUFFER, an octet vector or a SYSTEM-AREA-POINTER, from OFFSET on to the
@@ -344,38 +385,35 @@ file descriptor FD. Return the number of bytes written, or NIL and an errno. In 
 park this does not wait, but fails with SB-UNIX:EWOULDBLOCK; it may yield before it writes, and
 fails with SB-UNIX:EBADF if FD is closed by others meanwhile. See SB-SYS:WAIT-UNTIL-FD-USABLE for
 waiting. Elsewhere it waits as write(2) does."
-  (writing-now (cell fd)
-      (with-pinned-objects (buffer)
-        (write-by-kind cell fd
-                       (sap+ (if (system-area-pointer-p buffer) buffer (vector-sap buffer))
-                             offset)
-                       n))
-    (sb-unix:unix-write fd buffer offset n)))
+  (write-buffer-now fd nil buffer offset n))
 
-(defun write-by-kind (cell fd sap n)
+(defun write-for-stream (stream buffer offset n)
+  (write-buffer-now (sb-impl::fd-stream-fd stream) stream buffer offset n))
+
+(defun write-by-kind (cell file fd sap n)
   (proving-blocked (cell +output+)
-    (call-by-kind cell
-                  :socket (%send-now fd sap n)
-                  :pipe (%write-now fd sap n)
-                  :poll (%polled-write fd sap n)
-                  :plain (%plain-write fd sap n))))
+    (call-by-kind (cell file)
+      :socket (%send-now fd sap n)
+      :pipe (%write-now fd sap n)
+      :poll (%polled-write fd sap n)
+      :plain (%plain-write fd sap n))))
 
 (defun unix-writev-now (fd parts n)
   "As UNIX-WRITE-NOW, but write N pieces of memory, one behind the other, to the file descriptor FD,
 as writev(2) does; to a terminal or the like no more than the first. PARTS, a SYSTEM-AREA-POINTER,
 is the place of N structures iovec, of two words each: the address of a piece, and how many bytes it
 has. The pieces, and PARTS, must not be moved meanwhile, see SB-SYS:WITH-PINNED-OBJECTS."
-  (writing-now (cell fd)
-      (write-parts-by-kind cell fd parts n)
+  (writing-now (cell file fd nil)
+      (write-parts-by-kind cell file fd parts n)
     (count-or-errno (%plain-write-parts fd parts n))))
 
-(defun write-parts-by-kind (cell fd parts n)
+(defun write-parts-by-kind (cell file fd parts n)
   (proving-blocked (cell +output+)
-    (call-by-kind cell
-                  :socket (%send-parts-now fd parts n)
-                  :pipe (%write-parts-now fd parts n)
-                  :poll (%polled-write-parts fd parts n)
-                  :plain (%plain-write-parts fd parts n))))
+    (call-by-kind (cell file)
+      :socket (%send-parts-now fd parts n)
+      :pipe (%write-parts-now fd parts n)
+      :poll (%polled-write-parts fd parts n)
+      :plain (%plain-write-parts fd parts n))))
 
 ;;;; closing
 

@@ -45,8 +45,8 @@ stands for FILE. If PROVES, it would wait only if the descriptor is not ready fo
   (let ((fd (fd-cell-fd cell)))
     (loop for tries of-type fixnum from 1
           for seen of-type word = (fd-cell-readiness cell)
-          do (ensure-same-file cell file)
-             (let ((result (funcall function)))
+          do (let ((result (if-same-file (cell file) (funcall function))))
+               (unless result (error 'descriptor-closed :descriptor fd))
                (when (and proves (would-wait-p result)) (note-blocked cell seen direction))
                (unless (and when
                             (would-wait-p result)
@@ -148,10 +148,13 @@ with errno set."
 (defun connect-in-fiber (cell file address size)
   (let ((fd (fd-cell-fd cell)))
     (loop
-      (ensure-same-file cell file)
-      (when (= 0 (%connect fd address size)) (return 0))
-      (let ((errno (get-errno)))
-        (cond ((= errno sb-unix:einprogress)
+      (let ((result (if-same-file (cell file) (%connect fd address size)))
+            (errno (get-errno)))
+        (cond ((null result)
+               (error 'descriptor-closed :descriptor fd))
+              ((= result 0)
+               (return 0))
+              ((= errno sb-unix:einprogress)
                (return (loop (park-on-file cell file +output+ nil)
                              (let ((result (finish-connecting fd address size)))
                                (unless (eq result :in-progress) (return result))))))

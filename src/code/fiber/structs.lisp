@@ -148,7 +148,21 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 #-sb-xc-host
 (sb-impl:define-thread-local *carrier* nil)
 
-;;;; closing a descriptor, see fiber/io.lisp
+;;;; closing a stream or a descriptor, see fiber/io.lisp
+
+;;; How many fibers are executing what has interrupted them, or are preempted in it.
+#-sb-xc-host
+(progn (declaim (type fixnum **interrupted-fibers**))
+       (define-load-time-global **interrupted-fibers** 0))
+
+;;; A fiber goes on with the buffer that it had in its hands when it was interrupted, though others
+;;; have closed the stream: its output would be that of the next stream. Nobody but it has a buffer
+;;; that is not recycled.
+#-sb-xc-host
+(defmacro recycle (buffer list)
+  "Add BUFFER to LIST of those that new streams take, unless some fiber may use it still."
+  `(when (= **interrupted-fibers** 0)
+     (sb-ext:atomic-push ,buffer ,list)))
 
 ;;; A thread that was unwound in between would leave a file that is open, and whose users have been
 ;;; told that it is closed; or, before CLOSE has noted that it is closed, a number that is closed

@@ -209,7 +209,7 @@
             ;; It may have been ended before it began.
             (let ((got (handler-case (sb-ext:with-timeout 1 (read-line input nil))
                          (sb-ext:timeout ()))))
-              (expect :pipe (or (null got) (string= line got))))
+              (expect (list :pipe line got) (or (null got) (string= line got))))
             (fiber-join writer :default nil)))
       (when input (close input :abort t))
       (when output (close output :abort t)))))
