@@ -27,7 +27,7 @@
 #                         how long they waited
 #   wake N                a thread that runs no fibers wakes a fiber, which wakes the
 #                         thread, N times: ns for each
-#   timers N              N fibers sleep for random times of up to 10 seconds: how much too
+#   timers N              N fibers sleep, all at once, and wake at random times: how much too
 #                         late they woke; and with N in a heap of deadlines, ns for
 #                         putting one in and taking it out
 #   idle N                N fibers park, are woken and end: growth of the
