@@ -9,7 +9,8 @@
 
 (in-package "SB-FIBER-TESTS")
 
-(load (merge-pathnames "support/descriptors.lisp" *load-truename*))
+(dolist (file '("descriptors" "files"))
+  (load (merge-pathnames (format nil "support/~A.lisp" file) *load-truename*)))
 
 (def-suite* io)
 
@@ -402,6 +403,106 @@
           (sb-unix:unix-close out)
           (is (= 3000 (reduce #'+ (join-all readers))))
           (sb-unix:unix-close in))))))
+
+;;;; Regular files
+
+(defmacro with-file-of-octets ((path octets) &body body)
+  `(let ((,path (temporary-path "octets")))
+     (unwind-protect
+          (progn (with-open-file (out ,path :direction :output :element-type '(unsigned-byte 8))
+                   (write-sequence ,octets out))
+                 ,@body)
+       (delete-file ,path))))
+
+(defun forget-contents (path)
+  "Let the file PATH be on the disk only, if the kernel does so."
+  (let ((fd (sb-posix:open path sb-posix:o-rdonly)))
+    (sb-posix:fsync fd)
+    (sb-alien:alien-funcall
+     (sb-alien:extern-alien "posix_fadvise"
+                            (function sb-alien:int sb-alien:int sb-alien:long sb-alien:long
+                                      sb-alien:int))
+     fd 0 0 4)                          ; POSIX_FADV_DONTNEED
+    (sb-posix:close fd)))
+
+(defun octets-of-file (path length)
+  "LENGTH octets of the file PATH, in an octet vector, read in parts of several sizes."
+  (let ((octets (make-array length :element-type '(unsigned-byte 8))))
+    (with-open-file (in path :element-type '(unsigned-byte 8))
+      (loop for start = 0 then end
+            for size in '#1=(1 100 5000 100000 . #1#)
+            while (< start length)
+            for end = (read-sequence octets in :start start :end (min length (+ start size)))
+            until (= start end)))
+    octets))
+
+(test files-that-are-not-in-memory
+  (let ((octets (octets 500000)))
+    (with-file-of-octets (path octets)
+      (on-carriers (n)
+        (with-group (group n)
+          (forget-contents path)
+          (is-true (every (lambda (read) (equalp octets read))
+                          (join-all (loop repeat 5
+                                          collect (spawn (group)
+                                                    (octets-of-file path 500000)))))))))))
+
+(defmacro with-reading-from-disk ((fd octets read) path &body body)
+  "Execute BODY in a fiber, with FD open for the file PATH. (READ) reads ten octets from it to
+OCTETS as if they were not in memory."
+  `(in-fiber ()
+     (let* ((,fd (sb-posix:open ,path sb-posix:o-rdonly))
+            (,octets (make-array 10 :element-type '(unsigned-byte 8)))
+            (cell (sb-fiber::find-fd-cell ,fd t))
+            (file (sb-fiber::note-file cell)))
+       (sb-sys:with-pinned-objects (,octets)
+         (flet ((,read ()
+                  (sb-fiber::read-in-pool cell file ,fd (sb-sys:vector-sap ,octets) 10)))
+           (unwind-protect (progn ,@body)
+             (sb-unix:unix-close ,fd)))))))
+
+(test a-thread-reads-from-the-disk
+  (with-file-of-octets (path (octets 20))
+    (let ((calls 0))
+      (with-call-before ('sb-fiber:call-blocking
+                         (lambda (function)
+                           (declare (ignore function))
+                           (incf calls sb-fiber::**buffer-holders**)))
+        (is (equalp (list 10 (octets 10) 10 (subseq (octets 20) 10) 0)
+                    (with-reading-from-disk (fd octets read-ten) path
+                      (list (read-ten) (copy-seq octets) (read-ten) (copy-seq octets)
+                            (read-ten))))))
+      (is (= 3 calls)))))
+
+;;; Prevents: what a thread of the pool reads from the file that has the number now.
+(test closed-before-a-thread-reads
+  (with-file-of-octets (path (octets 20))
+    (is (equalp (list (- sb-unix:ebadf) (make-array 10 :initial-element 0))
+                (with-reading-from-disk (fd octets read-ten) path
+                  (let ((number fd))
+                    (with-call-before ('sb-fiber:call-blocking
+                                       (lambda (function)
+                                         (declare (ignore function))
+                                         (sb-unix:unix-close number)
+                                         (assert (= number (sb-posix:open path 0)))))
+                      (list (read-ten) octets))))))))
+
+;;; Prevents: a thread that writes to a stack or a buffer that is used for something else.
+(test terminated-while-a-thread-reads
+  (with-file-of-octets (path (octets 20))
+    (let ((seen nil))
+      (handler-case
+          (with-reading-from-disk (fd octets read-ten) path
+            (let ((fiber (current-fiber)))
+              (unwind-protect
+                   (with-call-before ('sb-fiber:call-blocking
+                                      (lambda (function)
+                                        (declare (ignore function))
+                                        (terminate-fiber fiber)))
+                     (read-ten))
+                (setf seen (copy-seq octets)))))
+        (sb-thread:join-thread-error ()))
+      (is (equalp (octets 10) seen)))))
 
 ;;;; calls with several pieces of memory
 

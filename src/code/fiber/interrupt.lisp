@@ -33,9 +33,8 @@
       (sb-thread::without-thread-waiting-for (:already-without-interrupts t)
         (allow-with-interrupts
           (let ((*waited-for* nil)) ; what FUNCTION waits for is its own affair
-            (atomic-incf **interrupted-fibers**)
-            (unwind-protect (funcall (or sb-thread::*interrupt-handler* #'funcall) function)
-              (atomic-decf **interrupted-fibers**))))))))
+            (while-holding-buffers
+              (funcall (or sb-thread::*interrupt-handler* #'funcall) function))))))))
 
 (defun run-interruptions (fiber)
   (loop

@@ -22,7 +22,9 @@
 ;;;   :POLL    poll(2) before the call: terminals and other devices, named pipes, and all pipes
 ;;;            before Linux 6.4. A pipe that is ready for output has room for PIPE_BUF bytes, so
 ;;;            no call writes more. A terminal may have less room, and its carrier be stuck
-;;;   :PLAIN   the call itself: regular files, which are never "not ready"
+;;;   :PLAIN   regular files, which are never "not ready". preadv2(2) with RWF_NOWAIT reads what is
+;;;            in memory; if it would wait for the disk, a thread of the pool reads. What is
+;;;            written, or is on a file system that does not know the flag, keeps the carrier
 ;;; No flag of the file is changed for it, since others may share the file.
 ;;;
 ;;; The number of a descriptor may stand for another file after each yield and each park: some
@@ -32,7 +34,8 @@
 ;;; operation fails. Between the comparison and a call that cannot wait there is no interruption
 ;;; (IF-SAME-FILE), since what it calls may park, and a fiber is preempted by one. These keep a
 ;;; number across a park, or a yield in SPEND-BUDGET:
-;;;   READ-BUFFER-NOW, WRITING-NOW     which fail with EBADF
+;;;   READ-BUFFER-NOW, WRITING-NOW     which fail with EBADF; READ-IN-POOL, too, whose thread
+;;;                                    compares
 ;;;   PARK-ON-FILE                     which signals DESCRIPTOR-CLOSED, as all that call it do,
 ;;;                                    wherever they park: PARK-ON-FD, POLL-IN-FIBER,
 ;;;                                    PARK-FOR-SET
@@ -40,10 +43,11 @@
 ;;;   CONNECT-IN-FIBER                 likewise
 ;;; A stream keeps its number in a slot, which has -1 before the number is closed. So the file that
 ;;; was noted for a number is the stream's if the slot has the number still. It gives back its
-;;; buffers after that, and these another stream takes: but not while a fiber is interrupted, which
-;;; may be about to use them, see RECYCLE. The sets of select and poll hold numbers, and an answer
-;;; is about whatever these stand for then, as it is from the kernel. Between the comparison and the
-;;; call another OS thread may still close the file: that is so for threads as well.
+;;; buffers after that, and these another stream takes: but not while a fiber is interrupted, or
+;;; waits for a disk, which may be about to use them, see RECYCLE. The sets of select and poll hold
+;;; numbers, and an answer is about whatever these stand for then, as it is from the kernel. Between
+;;; the comparison and the call another OS thread may still close the file: that is so for threads
+;;; as well.
 
 (define-condition descriptor-closed (error)
   ((descriptor :initarg :descriptor :reader %descriptor-closed-descriptor))
@@ -356,7 +360,26 @@ waiting. Elsewhere it waits as read(2) does."
       :socket (%receive-now fd sap n)
       :pipe (%read-now fd sap n)
       :poll (if (poll-now fd +input+) (%plain-read fd sap n) (- sb-unix:ewouldblock))
-      :plain (%plain-read fd sap n))))
+      :plain (read-from-file cell file fd sap n))))
+
+(defun read-from-file (cell file fd sap n)
+  "read(2) from a regular file: here if it need not wait for the disk."
+  (let ((result (%read-now fd sap n)))
+    (cond ((= result (- sb-unix:ewouldblock)) (read-in-pool cell file fd sap n))
+          ((= result (- sb-unix:eopnotsupp)) (%plain-read fd sap n))
+          (t result))))
+
+;;; The fiber is not unwound meanwhile: the thread would write to memory that is used for something
+;;; else.
+(defun read-in-pool (cell file fd sap n)
+  "read(2) by a thread of the pool, with the fiber parked."
+  (without-interrupts
+    (sb-sys:with-deadline (:seconds nil :override t)
+      (while-holding-buffers
+        (call-blocking (lambda ()
+                         (if (same-file-p cell file)
+                             (%plain-read fd sap n)
+                             (- sb-unix:ebadf))))))))
 
 ;;; A response of several pieces is not torn apart for the sake of a budget.
 (defmacro writing-now ((cell file fd stream) in-fiber &body elsewhere)

@@ -150,18 +150,23 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 
 ;;;; closing a stream or a descriptor, see fiber/io.lisp
 
-;;; How many fibers are executing what has interrupted them, or are preempted in it.
+;;; How many fibers let others run where they may be about to use the buffer of a stream: they are
+;;; executing what has interrupted them, or preempted in it, or a thread reads for them.
 #-sb-xc-host
-(progn (declaim (type fixnum **interrupted-fibers**))
-       (define-load-time-global **interrupted-fibers** 0))
+(progn (declaim (type fixnum **buffer-holders**))
+       (define-load-time-global **buffer-holders** 0))
 
-;;; A fiber goes on with the buffer that it had in its hands when it was interrupted, though others
-;;; have closed the stream: its output would be that of the next stream. Nobody but it has a buffer
-;;; that is not recycled.
+#-sb-xc-host
+(defmacro while-holding-buffers (&body body)
+  `(unwind-protect (progn (atomic-incf **buffer-holders**) ,@body)
+     (atomic-decf **buffer-holders**)))
+
+;;; Such a fiber goes on with its buffer even if others have closed the stream: its output would be
+;;; that of the next stream. Nobody but it has a buffer that is not recycled.
 #-sb-xc-host
 (defmacro recycle (buffer list)
   "Add BUFFER to LIST of those that new streams take, unless some fiber may use it still."
-  `(when (= **interrupted-fibers** 0)
+  `(when (= **buffer-holders** 0)
      (sb-ext:atomic-push ,buffer ,list)))
 
 ;;; A thread that was unwound in between would leave a file that is open, and whose users have been
