@@ -66,6 +66,7 @@
 ;;;;   debug          errors that nothing handles, the foreground, Ctrl-C
 ;;;;   exit           the end of the process, and others made from it: EXIT, fork, saving
 ;;;;   pool           threads that make the calls which cannot park
+;;;;   processors     how many there are for the process
 ;;;;   slice          time slices: fibers that compute for long yield to others
 ;;;;   monitor        the thread that finds a carrier stuck, and takes its scheduler away
 ;;;;   process        waiting for child processes

@@ -27,31 +27,12 @@
 #include <unistd.h>
 #include "fiber-platform.h"
 
-/* Processors that this process may use by the quota of its cgroup, rounded up; 0 if it has none. */
-static long quota_of_cgroup()
-{
-    char text[64] = "";
-    int fd = open("/sys/fs/cgroup/cpu.max", O_RDONLY|O_CLOEXEC);
-    if (fd < 0) return 0;
-    ssize_t n = read(fd, text, sizeof text - 1);
-    close(fd);
-    long quota = 0, period = 0;
-    char* p = text;
-    if (n <= 0 || *p == 'm') return 0; // "max"
-    while (*p >= '0' && *p <= '9') quota = quota*10 + (*p++ - '0');
-    while (*p == ' ') ++p;
-    while (*p >= '0' && *p <= '9') period = period*10 + (*p++ - '0');
-    return period ? (quota + period - 1) / period : 0;
-}
-
-/* Processors that this process may use: by affinity, and by the quota of its cgroup. */
+/* Processors on which this process may run. */
 int fiber_processor_count()
 {
     cpu_set_t set;
     long count = sched_getaffinity(0, sizeof set, &set) ? sysconf(_SC_NPROCESSORS_ONLN)
                                                          : CPU_COUNT(&set);
-    long quota = quota_of_cgroup();
-    if (quota > 0 && quota < count) count = quota;
     return count < 1 ? 1 : (int)count;
 }
 

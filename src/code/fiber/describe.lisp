@@ -113,6 +113,8 @@ cycle counters of two processors do not agree."
            "Fibers alive" fibers
            "Fibers in the injector" (chain-length (injector-first (fiber-group-injector group)))
            "Carriers" carriers
+           "Processors" (format nil "~D, by ~(~A~)" (fiber-group-processors group)
+                                (fiber-group-limit group))
            "Threads" threads
            "Spare carriers" spares
            "Switches" switches

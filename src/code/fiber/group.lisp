@@ -70,9 +70,8 @@ enough descriptors."
                                         (time-slice *default-time-slice*) name)
   "Start a group of CARRIER-COUNT carriers, an integer from 1 to 62, submit FIBERS, a fiber or a
 list of fibers, to it, and return the group. The carriers run in the background until
-FINISH-FIBERS. By default there are as many as there are processors that the process may use, by
-its affinity and the quota of its control group. Of more than that the rest sleep, unless fibers
-compute for longer than a millisecond on those that do not.
+FINISH-FIBERS. By default there are as many as PROCESSOR-COUNT returns. Of more than that the rest
+sleep, unless fibers compute for longer than a millisecond on those that do not.
 
 If FIBERS is NIL and there is no default group, the group becomes the default group, which
 SUBMIT-FIBER, FINISH-FIBERS and FIBER-GROUP-STATISTICS call T. POLLER says how descriptors for
@@ -135,10 +134,8 @@ interrupts off."
           (unless (or done *exit-in-progress*)
             (make-os-thread #'finish "finishing of a group of fibers")))))))
 
-(define-alien-routine ("fiber_processor_count" %processor-count) int)
-
 (defun carrier-count-argument (count)
-  (cond ((null count) (min (%processor-count) max-group-pollers))
+  (cond ((null count) (min (processor-count) max-group-pollers))
         ((typep count `(integer 1 ,max-group-pollers)) count)
         (t (error 'simple-type-error
                   :datum count :expected-type `(integer 1 ,max-group-pollers)
@@ -150,7 +147,7 @@ interrupts off."
     (setf *force-migration* t))
   (setf *cycles-per-millisecond* (%cycles-per-millisecond))
   (let ((group (%make-fiber-group (and name (string name)))))
-    (setf (fiber-group-processors group) (%processor-count)
+    (setf (values (fiber-group-processors group) (fiber-group-limit group)) (processor-count)
           (fiber-group-time-slice group) (and time-slice (seconds-to-nanoseconds time-slice)))
     (without-interrupts
       (atomic-push group *groups*)

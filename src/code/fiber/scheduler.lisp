@@ -101,6 +101,8 @@ it."
   (schedulers #() :type simple-vector)
   ;; How many are to be at work at most, while LIMITED-P, which the monitor writes.
   (processors 1 :type (and unsigned-byte fixnum))
+  ;; Why there are no more processors: the second value of PROCESSOR-COUNT.
+  (limit :affinity :type symbol)
   (limited-p nil :type boolean)
   ;; After how many nanoseconds a fiber is to yield, or NIL.
   (time-slice nil :type (or null (and unsigned-byte fixnum)))
