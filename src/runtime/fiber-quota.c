@@ -72,20 +72,28 @@ static int group_path(const char* root, int version, char path[PATH_MAX])
     return found;
 }
 
-/* Where that hierarchy is mounted, and from which group on. */
-static int mount_point(const char* root, int version, char top[PATH_MAX], char point[PATH_MAX])
+/* What follows TOP in PATH, or 0 if that is not at or below it. */
+static const char* path_below(const char* path, const char* top)
+{
+    size_t n = strcmp(top, "/") ? strlen(top) : 0;
+    return !strncmp(path, top, n) && (path[n] == '/' || !path[n]) ? path + n : 0;
+}
+
+/* Where that hierarchy is mounted, and from which group on; if it is mounted in several places, the
+ * first that shows the group PATH. */
+static int mount_point(const char* root, int version, const char* path, char top[PATH_MAX],
+                       char point[PATH_MAX])
 {
     FILE* f = open_below(root, "/proc/self/mountinfo");
     char *line = 0, type[64], options[PATH_MAX];
     size_t size = 0;
     int found = 0;
-    while (f && !found && getline(&line, &size, f) > 0) {
+    while (f && !(found && path_below(path, top)) && getline(&line, &size, f) > 0) {
         char* rest = strstr(line, " - ");
-        found = rest
-            && sscanf(line, "%*s %*s %*s %4095s %4095s", top, point) == 2
-            && sscanf(rest, " - %63s %*s %4095s", type, options) == 2
+        if (rest && sscanf(rest, " - %63s %*s %4095s", type, options) == 2
             && (version == 2 ? !strcmp(type, "cgroup2")
-                : !strcmp(type, "cgroup") && has_word(options, "cpu"));
+                : !strcmp(type, "cgroup") && has_word(options, "cpu")))
+            found |= sscanf(line, "%*s %*s %*s %4095s %4095s", top, point) == 2;
     }
     free(line);
     if (f) fclose(f);
@@ -123,10 +131,10 @@ static long quota_of_group(const char* root, int version, const char* directory)
 static long quota_of_version(const char* root, int version)
 {
     char path[PATH_MAX], top[PATH_MAX], point[PATH_MAX], directory[2*PATH_MAX];
-    if (!group_path(root, version, path) || !mount_point(root, version, top, point)) return 0;
-    size_t n = strcmp(top, "/") ? strlen(top) : 0;
-    int below = !strncmp(path, top, n) && (path[n] == '/' || !path[n]);
-    snprintf(directory, sizeof directory, "%s%s", point, below ? path + n : "");
+    if (!group_path(root, version, path) || !mount_point(root, version, path, top, point))
+        return 0;
+    const char* below = path_below(path, top);
+    snprintf(directory, sizeof directory, "%s%s", point, below ? below : "");
     long least = 0;
     for (;;) {
         long quota = quota_of_group(root, version, directory);

@@ -209,6 +209,23 @@ them."
                                      (sb-thread:wait-on-semaphore gate)
                                      count)))))))))
 
+;;; Who cannot be unwound must not wait behind the calls of others, see READ-IN-POOL.
+(test a-thread-for-one-more-call
+  (with-pool (1)
+    (let ((began (make-flag)) (done (make-flag)))
+      (is-true (sb-fiber::pool-has-thread-p))
+      (is (= 1 (length (pool-threads))))
+      (with-group (group 1)
+        (let ((fiber (spawn (group)
+                       (call-blocking (lambda ()
+                                        (raise-flag began)
+                                        (wait-until (flag-value done)))))))
+          (is-true (wait-until (flag-value began)))
+          (is (not (sb-fiber::pool-has-thread-p)))
+          (raise-flag done)
+          (join fiber)
+          (is-true (wait-until (sb-fiber::pool-has-thread-p))))))))
+
 (test idle-threads-end
   (with-pool ()
     (with-group (group 2)               ; as long as there is one they are not dismissed

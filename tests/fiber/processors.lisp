@@ -101,6 +101,14 @@
     (is (= 3 (quota-of "/../elsewhere" "/docker/1")))
     (is (= 1 (quota-of "/docker" "/")))))
 
+(test mounted-in-two-places
+  (is (= 2 (quota "/proc/self/cgroup" "0::/a/b"
+                  "/proc/self/mountinfo"
+                  "30 23 0:26 /other /cg1 ro - cgroup2 cgroup2 rw
+31 23 0:26 /a /cg2 ro - cgroup2 cgroup2 rw"
+                  "/cg1/cpu.max" "100000 100000"
+                  "/cg2/b/cpu.max" "200000 100000"))))
+
 (test contents-that-are-not-expected
   (is (null (quota "/proc/self/cgroup" "0" "/proc/self/mountinfo" *mount-2*)))
   (is (null (quota "/proc/self/cgroup" "0::/" "/proc/self/mountinfo" "30 23 - x"

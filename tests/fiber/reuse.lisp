@@ -10,7 +10,7 @@
 
 (in-package "SB-FIBER-TESTS")
 
-(dolist (file '("descriptors" "limits"))
+(dolist (file '("descriptors" "files" "limits"))
   (load (merge-pathnames (format nil "support/~A.lisp" file) *load-truename*)))
 
 (def-suite* reuse)
@@ -222,6 +222,27 @@ another's. Return the octets that arrive where they should, and where they shoul
              (is (equalp #() wrong) "~S wrote ~S" name wrong)
              (is-true untouched "~S read what another was to read" name))))
 
+;;; Prevents: lines of one log that are written to another.
+(test interrupted-before-writing-to-a-file
+  (let* ((paths (list (temporary-path "first") (temporary-path "second")))
+         (stream (open (first paths) :direction :output))
+         (fd (sb-sys:fd-stream-fd stream)) (mark nil) (new nil))
+    (call-interrupted (lambda ()
+                        (setf mark (sb-fiber::note-close fd))
+                        (write-line "first" stream)
+                        (finish-output stream))
+                      fd
+                      (lambda ()
+                        (close-for-real fd)
+                        (setf new (open (second paths) :direction :output))
+                        (assert (= fd (sb-sys:fd-stream-fd new)))
+                        (sb-fiber::note-closed fd mark)))
+    (sb-ext:cancel-finalization stream)
+    (close new)
+    (flet ((line (path) (with-open-file (in path) (read-line in nil))))
+      (is (equal '("first" nil) (mapcar #'line paths))))
+    (mapc #'delete-file paths)))
+
 ;;; Prevents: the same, if it was preempted a little earlier.
 (test closed-before-the-file-is-noted
   (dolist (name '(:write :read-byte))
@@ -256,6 +277,22 @@ another's. Return the octets that arrive where they should, and where they shoul
     (let* ((stream (stream-of a)) (buffers (buffers-of stream)))
       (close stream)
       (list buffers (buffers-of (stream-of b))))))
+
+;;; It ends without running cleanup forms. Prevents: buffers that are not recycled any more.
+(test buffers-after-a-fiber-has-lost-its-stack
+  (labels ((recurse (n) (1+ (the fixnum (recurse (opaque n))))))
+    (with-group (group 1)
+      (let ((fiber (spawn (group) (loop (fiber-yield)))))
+        (interrupt-fiber fiber (lambda ()
+                                 (handler-bind ((storage-condition
+                                                  (lambda (condition)
+                                                    (declare (ignore condition))
+                                                    (recurse 0))))
+                                   (recurse 0))))
+        (is (typep (handler-case (join fiber)
+                     (fiber-failed (condition) (fiber-failed-cause condition)))
+                   'fiber-stack-lost)))))
+  (is (= 0 sb-fiber::**buffer-holders**)))
 
 ;;; Prevents: output of one stream that becomes another's, if a fiber that writes is preempted, and
 ;;; others close the stream.

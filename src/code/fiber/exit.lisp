@@ -84,5 +84,6 @@
   "Refuse to save an image with carriers, else forget what holds for this process only."
   (check-no-carriers "save a core")
   (stop-pool)
+  (setf **buffer-holders** 0)
   (fill *fiber-table* 0)
   (fill *fd-table* 0))

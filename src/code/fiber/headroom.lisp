@@ -20,8 +20,8 @@
 (defconstant waiting-room 8192)
 
 (declaim (inline waiting-room-p))
-(defun waiting-room-p (fiber)
-  (>= (- (sap-int (current-sp)) waiting-room)
+(defun waiting-room-p (fiber &optional (bytes waiting-room))
+  (>= (- (sap-int (current-sp)) bytes)
       (+ (fiber-control-stack-start fiber)
          (extern-alien "fiber_control_reserve" unsigned))))
 

@@ -31,14 +31,13 @@
 ;;; fiber has closed it, and the kernel has given the number to the next file, a stranger's
 ;;; connection perhaps. So an operation notes the file at its start (NOTE-FILE), and compares
 ;;; (SAME-FILE-P) after every yield or park and before each call; if it is another file, the
-;;; operation fails. Between the comparison and a call that cannot wait there is no interruption
-;;; (IF-SAME-FILE), since what it calls may park, and a fiber is preempted by one. These keep a
+;;; operation fails. Between the comparison and the call there is no interruption (IF-SAME-FILE),
+;;; but for :POLL, since what it calls may park, and a fiber is preempted by one. These keep a
 ;;; number across a park, or a yield in SPEND-BUDGET:
 ;;;   READ-BUFFER-NOW, WRITING-NOW     which fail with EBADF; READ-IN-POOL, too, whose thread
 ;;;                                    compares
 ;;;   PARK-ON-FILE                     which signals DESCRIPTOR-CLOSED, as all that call it do,
-;;;                                    wherever they park: PARK-ON-FD, POLL-IN-FIBER,
-;;;                                    PARK-FOR-SET
+;;;                                    wherever they park: PARK-ON-FD, POLL-HERE, PARK-FOR-SET
 ;;;   CALL-ON-FILE                     likewise: accept, send, sendto, recvfrom
 ;;;   CONNECT-IN-FIBER                 likewise
 ;;; A stream keeps its number in a slot, which has -1 before the number is closed. So the file that
@@ -194,14 +193,14 @@ and FILE to the file for which that stood before a yield. BODY is to compare."
 (defun parkable-fd-p (fd)
   (and (typep fd 'descriptor) (can-park-p)))
 
-(defun poll-in-fiber-p (fd)
-  (or (parkable-fd-p fd)
-      (and (typep fd '(integer * -1)) (can-park-p))))
+(defun poll-here-p (fd)
+  "Called by UNIX-SIMPLE-POLL: is POLL-HERE to be called instead of the kernel?"
+  (or (minusp fd) (parkable-fd-p fd)))
 
 ;;; A negative number is that of a stream that another has closed just before. It is never ready,
 ;;; says poll(2); but the caller is to find out.
-(declaim (ftype (sfunction (fixnum symbol fixnum) boolean) poll-in-fiber))
-(defun poll-in-fiber (fd direction milliseconds)
+(declaim (ftype (sfunction (fixnum symbol fixnum) boolean) poll-here))
+(defun poll-here (fd direction milliseconds)
   "What UNIX-SIMPLE-POLL does in a fiber: wait for FD at most MILLISECONDS, for ever if negative."
   (let ((direction (ecase direction (:input +input+) (:output +output+))))
     (cond ((minusp fd) t)
@@ -236,25 +235,25 @@ for that: the other end may be some fiber of this very carrier."
 
 ;;;; reading and writing
 
-(macrolet ((def (name c-name &optional (how 'progn))
+(macrolet ((def (name c-name)
              `(progn
                 (declaim (inline ,name))
                 (defun ,name (fd sap n)
-                  (,how (alien-funcall (extern-alien ,c-name
-                                                     (function (signed 64) int system-area-pointer
-                                                               (unsigned 64)))
-                                       fd sap n))))))
+                  (alien-funcall (extern-alien ,c-name
+                                               (function (signed 64) int system-area-pointer
+                                                         (unsigned 64)))
+                                 fd sap n)))))
   (def %receive-now "fiber_receive_now")
   (def %send-now "fiber_send_now")
   (def %read-now "fiber_read_now")
   (def %write-now "fiber_write_now")
-  (def %plain-read "fiber_plain_read" with-interruptible-system-call)
-  (def %plain-write "fiber_plain_write" with-interruptible-system-call)
+  (def %plain-read "fiber_plain_read")
+  (def %plain-write "fiber_plain_write")
   (def %polled-write "fiber_polled_write")
   ;; SAP is that of N parts, each a struct iovec.
   (def %send-parts-now "fiber_send_parts_now")
   (def %write-parts-now "fiber_write_parts_now")
-  (def %plain-write-parts "fiber_plain_write_parts" with-interruptible-system-call)
+  (def %plain-write-parts "fiber_plain_write_parts")
   (def %polled-write-parts "fiber_polled_write_parts"))
 
 (defun kind-of-fd (fd)
@@ -307,8 +306,9 @@ for that: the other end may be some fiber of this very carrier."
                   ((:socket :stream :messages) (if-same-file (,cell ,file) ,socket))
                   (:pipe (if-same-file (,cell ,file) ,pipe))
                   ;; A terminal may wait: that is left when the fiber is terminated.
-                  (:poll (and (same-file-p ,cell ,file) ,poll))
-                  (t (and (same-file-p ,cell ,file) ,plain)))
+                  (:poll (with-interruptible-system-call
+                           (and (same-file-p ,cell ,file) ,poll)))
+                  (t (if-same-file (,cell ,file) ,plain)))
                 (- sb-unix:ebadf))))
      (declare (inline try))
      (let ((result (try (or (fd-cell-kind ,cell) (find-out-kind ,cell)))))
@@ -352,7 +352,10 @@ waiting. Elsewhere it waits as read(2) does."
   (read-buffer-now fd nil sap n))
 
 (defun read-for-stream (stream fd sap n)
-  (read-buffer-now fd stream sap n))
+  "UNIX-READ-NOW from FD, which was the descriptor of STREAM a moment ago."
+  (if (minusp fd)
+      (values nil sb-unix:ebadf)
+      (read-buffer-now fd stream sap n)))
 
 (defun read-by-kind (cell file fd sap n)
   (proving-blocked (cell +input+)
@@ -365,21 +368,29 @@ waiting. Elsewhere it waits as read(2) does."
 (defun read-from-file (cell file fd sap n)
   "read(2) from a regular file: here if it need not wait for the disk."
   (let ((result (%read-now fd sap n)))
-    (cond ((= result (- sb-unix:ewouldblock)) (read-in-pool cell file fd sap n))
+    (cond ((= result (- sb-unix:ewouldblock))
+           (if (pool-may-read-p)
+               (read-in-pool cell file fd sap n)
+               (%plain-read fd sap n)))
           ((= result (- sb-unix:eopnotsupp)) (%plain-read fd sap n))
           (t result))))
 
-;;; The fiber is not unwound meanwhile: the thread would write to memory that is used for something
-;;; else.
+;;; The fiber cannot be unwound while it waits, as the thread would write to memory that is used for
+;;; something else. So there must be room for the wait and for a signal in it, and a thread that
+;;; does nothing else: calls of others may last, or wait for this fiber.
+(defun pool-may-read-p ()
+  (and (waiting-room-p (truly-the fiber *current-thread*) 65536)
+       (pool-has-thread-p)))
+
 (defun read-in-pool (cell file fd sap n)
   "read(2) by a thread of the pool, with the fiber parked."
   (without-interrupts
     (sb-sys:with-deadline (:seconds nil :override t)
       (while-holding-buffers
         (call-blocking (lambda ()
-                         (if (same-file-p cell file)
-                             (%plain-read fd sap n)
-                             (- sb-unix:ebadf))))))))
+                         (without-interrupts
+                           (or (if-same-file (cell file) (%plain-read fd sap n))
+                               (- sb-unix:ebadf)))))))))
 
 ;;; A response of several pieces is not torn apart for the sake of a budget.
 (defmacro writing-now ((cell file fd stream) in-fiber &body elsewhere)
@@ -411,7 +422,11 @@ waiting. Elsewhere it waits as write(2) does."
   (write-buffer-now fd nil buffer offset n))
 
 (defun write-for-stream (stream buffer offset n)
-  (write-buffer-now (sb-impl::fd-stream-fd stream) stream buffer offset n))
+  "UNIX-WRITE-NOW to the descriptor of STREAM."
+  (let ((fd (sb-impl::fd-stream-fd stream)))
+    (if (minusp fd)
+        (values nil sb-unix:ebadf)
+        (write-buffer-now fd stream buffer offset n))))
 
 (defun write-by-kind (cell file fd sap n)
   (proving-blocked (cell +output+)
@@ -428,7 +443,7 @@ is the place of N structures iovec, of two words each: the address of a piece, a
 has. The pieces, and PARTS, must not be moved meanwhile, see SB-SYS:WITH-PINNED-OBJECTS."
   (writing-now (cell file fd nil)
       (write-parts-by-kind cell file fd parts n)
-    (count-or-errno (%plain-write-parts fd parts n))))
+    (count-or-errno (with-interruptible-system-call (%plain-write-parts fd parts n)))))
 
 (defun write-parts-by-kind (cell file fd parts n)
   (proving-blocked (cell +output+)

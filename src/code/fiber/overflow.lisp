@@ -13,6 +13,7 @@
 
 ;;; Called by the runtime in place of the code that ran into the hard guard.
 (defun lose-stack ()
+  (atomic-decf **buffer-holders** *holds-of-buffers*)
   (setf (fiber-failure (truly-the fiber *current-thread*)) t) ; there is no room for more
   (throw 'fiber-lost nil))
 

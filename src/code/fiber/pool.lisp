@@ -114,9 +114,9 @@ need as many threads as there are of them. A global variable: it can be set and 
   (decf (blocking-pool-waiting pool))
   (pop (blocking-pool-first pool)))
 
-(defun staff-pool (pool)
-  "Start a thread if there are more entries than idle threads and the limit allows it."
-  (when (and (> (blocking-pool-waiting pool) (blocking-pool-idle pool))
+(defun staff-pool (pool &optional (entries (blocking-pool-waiting pool)))
+  "Start a thread if there are more ENTRIES than idle threads and the limit allows it."
+  (when (and (> entries (blocking-pool-idle pool))
              (< (length (blocking-pool-threads pool)) *blocking-thread-limit*))
     (with-whole-pool
       (let ((place (list nil)))
@@ -270,6 +270,15 @@ until it returns."
     (with-pool-lock (pool)
       (add-entry pool call)
       (staff-pool pool))))
+
+(defun pool-has-thread-p ()
+  "Is there a thread that would make one more call at once? It is started if need be."
+  (let ((pool *blocking-pool*))
+    (with-pool-lock (pool)
+      (let ((entries (1+ (blocking-pool-waiting pool))))
+        (handler-case (progn (staff-pool pool entries)
+                             (<= entries (blocking-pool-idle pool)))
+          (error () nil))))))           ; no memory for a thread, perhaps
 
 (defun wait-for-call (call)
   (let ((function (blocking-call-function call))) ; END-CALL forgets it

@@ -156,10 +156,16 @@ MAKE-FIBER, run by SUBMIT-FIBER, START-FIBERS or RUN-FIBERS."
 (progn (declaim (type fixnum **buffer-holders**))
        (define-load-time-global **buffer-holders** 0))
 
+;;; How often the running fiber is counted there, for one that ends without running cleanup forms.
+#-sb-xc-host
+(progn (declaim (type fixnum *holds-of-buffers*))
+       (defvar *holds-of-buffers* 0))
+
 #-sb-xc-host
 (defmacro while-holding-buffers (&body body)
-  `(unwind-protect (progn (atomic-incf **buffer-holders**) ,@body)
-     (atomic-decf **buffer-holders**)))
+  `(let ((*holds-of-buffers* (1+ *holds-of-buffers*)))
+     (unwind-protect (progn (atomic-incf **buffer-holders**) ,@body)
+       (atomic-decf **buffer-holders**))))
 
 ;;; Such a fiber goes on with its buffer even if others have closed the stream: its output would be
 ;;; that of the next stream. Nobody but it has a buffer that is not recycled.
