@@ -68,7 +68,7 @@ need as many threads as there are of them. A global variable: it can be set and 
 (defstruct (blocking-pool (:constructor make-blocking-pool ())
                           (:copier nil))
   (lock (sb-thread:make-mutex :name "pool of blocking calls") :read-only t)
-  ;; Made by the first call: a semaphore in the saved core would never be collected.
+  ;; Made with the first entry or thread: a semaphore in the saved core would never be collected.
   (entries nil :type (or null sb-thread:semaphore))
   (first '() :type list)
   (last '() :type list)
@@ -99,16 +99,18 @@ need as many threads as there are of them. A global variable: it can be set and 
 (defun add-entry (pool entry)
   (with-whole-pool (sb-vm:without-arena (%add-entry pool entry))))
 
+(defun ensure-semaphore (pool)
+  (or (blocking-pool-entries pool)
+      (setf (blocking-pool-entries pool) (sb-thread:make-semaphore :name "blocking calls"))))
+
 (defun %add-entry (pool entry)
-  (unless (blocking-pool-entries pool)
-    (setf (blocking-pool-entries pool) (sb-thread:make-semaphore :name "blocking calls")))
   (let ((cell (list entry)))
     (if (blocking-pool-first pool)
         (setf (cdr (blocking-pool-last pool)) cell)
         (setf (blocking-pool-first pool) cell))
     (setf (blocking-pool-last pool) cell)
     (incf (blocking-pool-waiting pool))
-    (sb-thread:signal-semaphore (blocking-pool-entries pool))))
+    (sb-thread:signal-semaphore (ensure-semaphore pool))))
 
 (defun take-entry (pool)
   (decf (blocking-pool-waiting pool))
@@ -119,6 +121,7 @@ need as many threads as there are of them. A global variable: it can be set and 
   (when (and (> entries (blocking-pool-idle pool))
              (< (length (blocking-pool-threads pool)) *blocking-thread-limit*))
     (with-whole-pool
+      (sb-vm:without-arena (ensure-semaphore pool))
       (let ((place (list nil)))
         (setf (car place) (make-carrier-thread "fiber blocking call" #'run-pool-thread pool)
               (cdr place) (blocking-pool-threads pool)
