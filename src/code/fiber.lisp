@@ -49,6 +49,7 @@
 ;;;;   interrupt      functions that others want a fiber to call
 ;;;;   cancel         how a fiber, or the body of a scope, is asked to leave what it does
 ;;;;   yield          sleeping, yielding, and what a fiber may spend before it must
+;;;;   retry          a read that finds nothing is made again when others have run
 ;;;;   parking     *  the parking lot: which fibers wait for which word
 ;;;;   thread         what MAKE-THREAD does: OS threads, made without parking, or fibers
 ;;;;   mutex          mutexes, which are handed over to fibers that were woken too late
@@ -168,10 +169,11 @@
 ;;;;
 ;;;; A fiber that always finds its descriptors ready would never park: so it has a budget, which it
 ;;;; gets anew whenever it is resumed. A read costs all of it: before the next one the fiber yields
-;;;; (SPEND-BUDGET). After 32 writes it does so as well. So of clients that ask
-;;;; again as soon as they are answered, none is served twice while another is not; and when there
-;;;; are many, the next question has come when its fiber runs again. A fiber that accepts
-;;;; connections, which the kernel drops when too many wait, may accept +BUDGET+ of them.
+;;;; (SPEND-BUDGET). After 32 writes it does so as well. So of clients that ask again as soon as
+;;;; they are answered, none is served twice while another is not; and when there are many, the next
+;;;; question has come when its fiber runs again. Where there are few a read that finds nothing is
+;;;; made again when the others have run, see fiber/retry.lisp. A fiber that accepts connections,
+;;;; which the kernel drops when too many wait, may accept +BUDGET+ of them.
 
 ;;;; phases
 

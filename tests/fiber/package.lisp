@@ -11,10 +11,10 @@
 ;;;;
 ;;;; Most test one room of src/code/fiber/, and have its name (see the table in the head of
 ;;;; fiber.lisp): spinlock, run-queue, injector, deadlines, stack, poller (with the waiter map),
-;;;; population, search, carrier, handoff, zone, interrupt, yield, parking, mutex, io, select,
-;;;; socket, reason, overflow, life (with the api), group, inspect (with describe), debug, exit,
-;;;; pool, monitor, process, timer, scope (with cancel), parallel, processors. Those of the rooms
-;;;; without a scheduler make none.
+;;;; population, search, carrier, handoff, zone, interrupt, yield, retry, parking, mutex, io,
+;;;; select, socket, reason, overflow, life (with the api), group, inspect (with describe), debug,
+;;;; exit, pool, monitor, process, timer, scope (with cancel), parallel, processors. Those of the
+;;;; rooms without a scheduler make none.
 ;;;;
 ;;;; The others go across the rooms:
 ;;;;   fairness        parking, unparking and submitting, so that every fiber runs

@@ -34,7 +34,7 @@
 ;;; operation fails. Between the comparison and the call there is no interruption (IF-SAME-FILE),
 ;;; but for :POLL, since what it calls may park, and a fiber is preempted by one. These keep a
 ;;; number across a park, or a yield in SPEND-BUDGET:
-;;;   READ-BUFFER-NOW, WRITING-NOW     which fail with EBADF; READ-IN-POOL, too, whose thread
+;;;   READ-IN-FIBER, WRITING-NOW       which fail with EBADF; READ-IN-POOL, too, whose thread
 ;;;                                    compares
 ;;;   PARK-ON-FILE                     which signals DESCRIPTOR-CLOSED, as all that call it do,
 ;;;                                    wherever they park: PARK-ON-FD, POLL-HERE, PARK-FOR-SET
@@ -337,18 +337,38 @@ for that: the other end may be some fiber of this very carrier."
 (declaim (inline read-buffer-now))
 (defun read-buffer-now (fd stream sap n)
   (if (parkable-fd-p fd)
-      (within-budget-on-file (cell file fd +budget+)
-        (if (number-of-stream-p fd stream)
-            (count-or-errno (read-by-kind cell file fd sap n))
-            (values nil sb-unix:ebadf)))
+      (count-or-errno (read-in-fiber fd stream sap n))
       (sb-unix:unix-read fd sap n)))
+
+(declaim (inline blocked-p))
+(defun blocked-p (result)
+  (= (the (signed-byte 64) result) (- sb-unix:ewouldblock)))
+
+(declaim (ftype (sfunction (descriptor t system-area-pointer (and unsigned-byte fixnum))
+                           (signed-byte 64))
+                read-in-fiber))
+(defun read-in-fiber (fd stream sap n)
+  "Read at most N bytes, and return their number, or minus an errno; see fiber/retry.lisp for
+the second attempt."
+  (within-budget-on-file (cell file fd +budget+)
+    (flet ((attempt ()
+             (if (number-of-stream-p fd stream)
+                 (read-by-kind cell file fd sap n)
+                 (- sb-unix:ebadf))))
+      (let ((result (attempt)))
+        (cond ((and (blocked-p result) (retry-p cell))
+               (fiber-yield)
+               (let ((result (attempt)))
+                 (note-retry cell (not (blocked-p result)))
+                 result))
+              (t result))))))
 
 (defun unix-read-now (fd sap n)
   "Read at most N bytes from the file descriptor FD to memory at SAP, a SYSTEM-AREA-POINTER. Return
 the number of bytes read, which is 0 at the end of the file, or NIL and an errno. In a fiber that
-can park this does not wait, but fails with SB-UNIX:EWOULDBLOCK; it may yield before it reads, and
-fails with SB-UNIX:EBADF if FD is closed by others meanwhile. See SB-SYS:WAIT-UNTIL-FD-USABLE for
-waiting. Elsewhere it waits as read(2) does."
+can park this does not wait, but fails with SB-UNIX:EWOULDBLOCK; it may yield, before it reads or
+before it finds that there is nothing, and fails with SB-UNIX:EBADF if FD is closed by others
+meanwhile. See SB-SYS:WAIT-UNTIL-FD-USABLE for waiting. Elsewhere it waits as read(2) does."
   (read-buffer-now fd nil sap n))
 
 (defun read-for-stream (stream fd sap n)

@@ -64,6 +64,10 @@
   (generation 0 :type (unsigned-byte 29))
   ;; True from FORGET-FILE until the thread that called it last has closed the descriptor.
   (closing nil :type boolean)
+  ;; How many reads that find nothing are to wait at once, and how many were to when that was
+  ;; noted last: see fiber/retry.lisp. A count that is lost between two threads does no harm.
+  (haste 0 :type (unsigned-byte 6))
+  (last-haste 0 :type (unsigned-byte 6))
   ;; How to read and write without waiting, see fiber/io.lisp. NIL: not found out yet.
   (kind nil :type symbol)
   ;; True if O_NONBLOCK was set by PREPARE-TO-ACCEPT and not by the user.
@@ -417,6 +421,8 @@ keep the registration alive and report for another file that gets the number: he
             known-to (fd-cell-known-to cell)
             (fd-cell-known-to cell) 0
             (fd-cell-keeper cell) nil
+            (fd-cell-haste cell) 0
+            (fd-cell-last-haste cell) 0
             (fd-cell-leaving cell) 0
             (fd-cell-kind cell) nil
             (fd-cell-nonblocking-by-us cell) nil
