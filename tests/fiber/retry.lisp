@@ -48,14 +48,20 @@
   `(with-group-of-same-carriers (,group 1)
      (join (spawn (,group) ,@body))))
 
+(defun others-first-p ()
+  (sb-fiber::look-before-retry (sb-fiber::make-fd-cell 3)))
+
+;;; Without interrupts, lest the end of a time slice lets the others run before.
 (test only-behind-a-few-others
   (unless (migration-wanted-p)
-    (flet ((others-first-p (n)
+    (flet ((behind-p (n)
              (on-one-carrier (group)
-               (let ((others (loop repeat n collect (spawn (group) t))))
-                 (prog1 (sb-fiber::look-before-retry)
-                   (join-all others))))))
-      (is (equal '(nil t t nil) (mapcar #'others-first-p '(0 1 63 64)))))))
+               (multiple-value-bind (others firstp)
+                   (sb-sys:without-interrupts
+                     (values (loop repeat n collect (spawn (group) t)) (others-first-p)))
+                 (join-all others)
+                 firstp))))
+      (is (equal '(nil t t nil) (mapcar #'behind-p '(0 1 63 64)))))))
 
 ;;; Prevents: a fiber that is taken out of the waiter map, and is in no queue.
 (test what-is-reported-comes-first
@@ -65,18 +71,28 @@
                  (on-one-carrier (group)
                    (let ((reader (spawn (group) (read-char in))))
                      (loop until (eq :parked (fiber-state reader)) do (fiber-yield))
-                     (write-char #\x out)
-                     (finish-output out)
-                     (list (sb-fiber::look-before-retry)
-                           (fiber-state reader)
-                           (join reader)))))))))
+                     (append (sb-sys:without-interrupts
+                               (write-char #\x out)
+                               (finish-output out)
+                               (list (others-first-p) (values (fiber-state reader))))
+                             (list (join reader))))))))))
+
+;;; Prevents: looks in vain at each read of one that is alone.
+(test looks-in-vain-make-hasty
+  (let ((cell (sb-fiber::make-fd-cell 3)))
+    (on-one-carrier (group)
+      (loop repeat 100 do (sb-fiber::retry-p cell)))
+    (is (= (if (migration-wanted-p) 0 63) (sb-fiber::fd-cell-last-haste cell)))))
 
 ;;; A thief would part the two.
-(test not-while-another-carrier-sleeps
+(test not-in-a-group-of-two
   (with-group-of-same-carriers (group 2)
-    (is (null (join (spawn (group)
-                      (loop until (sb-fiber::thief-about-p group))
-                      (sb-fiber::look-before-retry)))))))
+    (is (equal '(nil nil nil)
+               (join (spawn (group)
+                       (loop repeat 3
+                             collect (let ((other (spawn (group) t)))
+                                       (prog1 (others-first-p)
+                                         (join other))))))))))
 
 ;;;; Conversations
 

@@ -24,9 +24,10 @@
 ;;; The second attempt is not paid for: who makes it had nothing to read in its turn. So it may read
 ;;; once more before it yields, which those that always find something may not.
 ;;;
-;;; Two fibers in a queue, where one parked before, are something to steal: a carrier that sleeps
-;;; or searches would part the two, which then wake each other across processors. So there is a
-;;; second attempt only while no carrier of the group does so: always if it has but one.
+;;; This is done only in a group of one carrier. Two fibers in a queue, where one parked before, are
+;;; something to steal: another carrier, which would sleep, parts the two, which then wake each
+;;; other across processors. And of two carriers that are both busy with questions from
+;;; elsewhere each takes the time that the asking program would use.
 
 (defconstant +max-haste+ 63)
 
@@ -48,35 +49,42 @@
          (setf (fd-cell-haste cell) (1- haste))
          t)))
 
-(defun thief-about-p (group)
-  (declare (fiber-group group))
-  (not (and (= (fiber-group-idle group) 0)
-            (= (fiber-group-searching group) 0))))
-
-(defun others-come-first-p (scheduler)
-  "True if some fibers are queued in SCHEDULER, but not many, after what was reported is."
+(defun others-come-first-p (scheduler cell)
+  "True if some fibers are queued in SCHEDULER, but not many, after what was reported is. If there
+are none that is noted for CELL."
   (let ((queue (scheduler-queue scheduler))
         (group (truly-the fiber-group (scheduler-group scheduler))))
-    (and (< (run-queue-length queue) +few+)
-         (not (thief-about-p group))
+    (and (= 1 (length (fiber-group-schedulers group)))
+         (< (run-queue-length queue) +few+)
          (null (injector-first (fiber-group-injector group)))
          (progn (collect-reports scheduler 0)
-                (> (run-queue-length queue) 0)))))
+                (or (> (run-queue-length queue) 0)
+                    (note-retry cell nil))))))
+
+;;; Prevents: a wake-up that is cut off by the end of the binding stack, with EPOCH odd.
+(defun ensure-room-for-bindings ()
+  (macrolet ((bind (n)
+               (if (= n 0)
+                   nil
+                   `(let ((*interrupts-enabled* *interrupts-enabled*)) (bind ,(1- n))))))
+    (bind 8)))
 
 ;;; Reports are for the one that serves the scheduler, which must not be taken away meanwhile; nor
-;;; may the stack end there.
-(defun look-before-retry ()
+;;; may a stack end there.
+(declaim (ftype (sfunction (fd-cell) t) look-before-retry))
+(defun look-before-retry (cell)
   "OTHERS-COME-FIRST-P for the scheduler of the running fiber."
   (and (not *force-migration*)
        (waiting-room-p (truly-the fiber *current-thread*) (* 2 waiting-room))
-       (without-interruptions
-         (with-own-scheduler
-           (let ((scheduler (carrier-scheduler (truly-the carrier *carrier*))))
-             (and scheduler (others-come-first-p (truly-the scheduler scheduler))))))))
+       (progn
+         (ensure-room-for-bindings)
+         (without-interruptions
+           (with-own-scheduler
+             (let ((scheduler (carrier-scheduler (truly-the carrier *carrier*))))
+               (and scheduler (others-come-first-p (truly-the scheduler scheduler) cell))))))))
 
-(declaim (ftype (sfunction (fd-cell) boolean) retry-p))
+(declaim (inline retry-p))
 (defun retry-p (cell)
   "Is the running fiber, which can park, to yield and to read the descriptor of CELL again?"
-  (cond ((hasty-p cell) nil)
-        ((look-before-retry) t)
-        (t (note-retry cell nil))))
+  (and (not (hasty-p cell))
+       (look-before-retry cell)))
