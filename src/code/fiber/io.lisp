@@ -33,7 +33,7 @@
 ;;; (SAME-FILE-P) after every yield or park and before each call; if it is another file, the
 ;;; operation fails. Between the comparison and the call there is no interruption (IF-SAME-FILE),
 ;;; but for :POLL, since what it calls may park, and a fiber is preempted by one. These keep a
-;;; number across a park, or a yield in SPEND-BUDGET:
+;;; number across a park, or a yield, in SPEND-BUDGET or before a second attempt:
 ;;;   READ-IN-FIBER, WRITING-NOW       which fail with EBADF; READ-IN-POOL, too, whose thread
 ;;;                                    compares
 ;;;   PARK-ON-FILE                     which signals DESCRIPTOR-CLOSED, as all that call it do,

@@ -36,7 +36,7 @@
 
 (declaim (ftype (sfunction (fd-cell boolean) null) note-retry))
 (defun note-retry (cell successp)
-  "Let the next reads of the descriptor of CELL be hasty, as the second attempt had no success."
+  "Note whether a second attempt to read the descriptor of CELL had success, or a look for reports."
   (let ((haste (if successp 0 (min +max-haste+ (1+ (* 2 (fd-cell-last-haste cell)))))))
     (setf (fd-cell-haste cell) haste
           (fd-cell-last-haste cell) haste))
