@@ -152,15 +152,15 @@
 ;;;; over: in the next switch if fibers compute all the time, at the latest in the eighth
 ;;;; (+TICKS-PER-READING+) if they have just begun to. All that it finds is queued behind what waits
 ;;;; already, but for one fiber: the first of the injector runs next, even if the queue has no room.
-;;;; So a fiber that has Q < 256 others in front of it in a queue runs after these and after at most
+;;;; So a fiber that has Q others in front of it in a queue runs after these and after at most
 ;;;; Q/T + 1 from the injector, or Q + 1 if each fiber computes for a millisecond. A fiber in an
 ;;;; injector, behind P others, runs after (P + 1) * (T + 1) ticks of a scheduler; a tick is one
 ;;;; fiber that it runs. Of the deadlines that have come, and of the reports, a scheduler serves at
-;;;; a look as many as fill half of the room in the queue, R = (256 - Q) / 2 rounded down, but at
-;;;; least one: however many come together, they hold up others for no longer than 128 wake-ups
-;;;; take. A deadline that has come behind D others is served at the look number D/R + 1, that is
-;;;; within (D/R + 1) * (T + 1) ticks. A scheduler whose queue is empty looks at once, and one
-;;;; that has left deadlines does not sleep. A fiber that yields where nothing is queued goes on
+;;;; a look as many as fill half of the room in the queue, but at least one, and at most a batch
+;;;; (RUN-QUEUE-BATCH), R of them: however many come together, they hold up others for no longer
+;;;; than 128 wake-ups take. A deadline that has come behind D others is served at the look number
+;;;; D/R + 1, that is within (D/R + 1) * (T + 1) ticks. A scheduler whose queue is empty looks at
+;;;; once, and one that has left deadlines does not sleep. A fiber that yields where nothing is queued goes on
 ;;;; at once, and that is a tick: its scheduler looks as if it ran others. This is the worst
 ;;;; case, of fibers that wake each other and so fill the queue for ever. A fiber that yields
 ;;;; while the injector holds others goes to the end of the injector, so that the queue drains;

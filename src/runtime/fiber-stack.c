@@ -26,7 +26,9 @@
  */
 
 #define MOST_CACHED 64            // of a carrier
-#define SAMPLE_INTERVAL 16        // how many stacks are left for each that is measured
+// How many stacks are left unmeasured after one that was measured.
+#define SHORTEST_INTERVAL 15
+#define LONGEST_INTERVAL 255
 #define MOST_SAMPLED_PAGES 256
 
 static struct fiber_arena* arena_of(struct fiber_context* fc) { return fiber_arena_at(fc->index); }
@@ -169,12 +171,23 @@ static uword_t memory_of(struct fiber_context* fc)
     return n * page;
 }
 
+/* The longer all have the like amount, the fewer are measured. */
+static void choose_interval(struct fiber_carrier* c, uword_t mean, uword_t measured)
+{
+    bool alike = measured >= mean - mean / 8 && measured <= mean + mean / 8;
+    c->n_unmeasured = 0;
+    c->interval = !alike || c->interval < SHORTEST_INTERVAL ? SHORTEST_INTERVAL
+        : c->interval < LONGEST_INTERVAL ? 2 * c->interval + 1
+        : LONGEST_INTERVAL;
+}
+
 static void sample(struct fiber_carrier* c, struct fiber_context* fc)
 {
     uword_t* mean = &arena_of(fc)->class->memory_of_one;
-    if (c && ++c->n_left % SAMPLE_INTERVAL) return;
-    uword_t old = __atomic_load_n(mean, __ATOMIC_RELAXED);
-    __atomic_store_n(mean, old - old / 8 + memory_of(fc) / 8, __ATOMIC_RELAXED);
+    if (c && c->n_unmeasured++ < c->interval) return;
+    uword_t old = __atomic_load_n(mean, __ATOMIC_RELAXED), measured = memory_of(fc);
+    __atomic_store_n(mean, old - old / 8 + measured / 8, __ATOMIC_RELAXED);
+    if (c) choose_interval(c, old, measured);
 }
 
 /* The stack belongs to no fiber: its own has ended, and another stack is running. True if this

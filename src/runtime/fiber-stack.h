@@ -181,7 +181,7 @@ struct fiber_carrier {
     unsigned char state;
     struct fiber_context* cached;
     int n_cached;
-    unsigned int n_left;          // stacks that fibers have left here
+    unsigned int n_unmeasured, interval; // see sample() in fiber-stack.c
     sigset_t signal_mask;         // when no handler runs
 };
 

@@ -12,6 +12,7 @@
 (def-suite* run-queue)
 
 (defconstant capacity sb-fiber::run-queue-capacity)
+(defconstant batch sb-fiber::run-queue-batch)
 
 ;;; HEAD and TAIL count for ever, so a queue in use is one whose places begin anywhere.
 (defun make-queue (&optional (start 0))
@@ -54,24 +55,36 @@
 ;;; Prevents: fibers kept alive by the places that they were in.
 (test forget
   (let ((victim (make-queue 250)) (thief (make-queue 3)))
-    (dotimes (i 100) (put victim (1+ i)))
-    (steal victim thief)
-    (sb-fiber::run-queue-forget victim)
-    (is (= 50 (length (take-all victim))))
-    (is (= 49 (length (take-all thief))))
-    (dolist (queue (list victim thief))
-      (sb-fiber::run-queue-forget queue)
-      (is (every #'zerop (sb-fiber::run-queue-ring queue))))
+    (loop repeat 300                    ; several times around
+          do (dotimes (i 100) (put victim (1+ i)))
+             (steal victim thief)
+             (sb-fiber::run-queue-forget victim)
+             (is (= 50 (length (take-all victim))))
+             (is (= 49 (length (take-all thief))))
+             (dolist (queue (list victim thief))
+               (sb-fiber::run-queue-forget queue)
+               (is (every #'zerop (sb-fiber::run-queue-ring queue)))))
     (put victim :one)
     (is (eq :one (take victim)))))
 
+;;; Prevents: fibers kept alive by copies of those that an attempt to steal did not get.
+(test forget-what-was-not-stolen
+  (let* ((thief (make-queue (- capacity 3)))
+         (tail (sb-fiber::run-queue-tail thief)))
+    (sb-fiber::run-queue-forget thief)
+    (dotimes (i batch)
+      (setf (svref (sb-fiber::run-queue-ring thief) (mod (+ tail i) capacity)) :copy))
+    (sb-fiber::run-queue-forget thief)
+    (is (every #'zerop (sb-fiber::run-queue-ring thief)))))
+
 ;;; Prevents: a thief that leaves the last object to an owner that may be busy for long.
+;;; And one that fills the carrier's own queue with what many could run.
 (test steal-half-rounded-up
-  (dolist (n '(0 1 2 3 4 5 255 256))
+  (dolist (n (list 0 1 2 3 4 5 (* 2 batch) (1+ (* 2 batch)) capacity))
     (let ((victim (make-queue 77))
           (thief (make-queue 5)))
       (dotimes (i n) (put victim (1+ i)))
-      (let* ((half (ceiling n 2))
+      (let* ((half (min (ceiling n 2) batch))
              (stolen (steal victim thief)))
         (is (eql (and (plusp n) 1) stolen))
         (is (equal (loop for i from 2 to half collect i) (take-all thief)))
@@ -84,30 +97,35 @@
     (dotimes (i 3) (take queue))
     (is (notany #'consp (sb-fiber::run-queue-ring queue)))))
 
+(defun numbers-between (first end)
+  (loop for i from first below end collect i))
+
 (defun random-operations (n)
-  "Do N operations on a queue and on a list. Return a description of the first that differs, or
-NIL."
-  (let ((queue (make-queue (random 1000)))
-        (thief (make-queue (random 1000)))
-        (model '()))
+  "Do N operations on a queue, and keep count of the numbers that are to be in it. Return a
+description of the first that differs, or NIL."
+  (let* ((queue (make-queue (random 1000)))
+         (thief (make-queue (random 1000)))
+         (first 0)
+         (next (- capacity 200)))
     (flet ((expect (what got wanted)
              (unless (equal got wanted)
                (return-from random-operations
                  (format nil "~S: ~S and not ~S" what got wanted)))))
+      (dotimes (i next) (put queue i))
       (dotimes (i n)
-        ;; It fills up and runs empty in turn.
-        (case (if (evenp (floor i 600)) (random 4) (+ 2 (random 6)))
-          ((0 1 2) (let ((fits (< (length model) capacity)))
-                     (expect :put (put queue i) fits)
-                     (when fits (setf model (append model (list i))))))
-          ((3 4 5) (expect :take (take queue) (pop model)))
-          (6 (let ((half (ceiling (length model) 2)))
-               (expect :steal (let ((first (steal queue thief)))
-                                (and first (cons first (take-all thief))))
-                       (subseq model 0 half))
-               (setf model (nthcdr half model))))
-          (7 (expect :length (queue-length queue) (length model)))))
-      (expect :rest (take-all queue) model))
+        ;; It fills up and is nearly full, and runs empty.
+        (case (if (< i (floor n 2)) (random 5) (+ 2 (random 6)))
+          ((0 1 2) (let ((fits (< (- next first) capacity)))
+                     (expect :put (put queue next) fits)
+                     (when fits (incf next))))
+          ((3 4 5) (expect :take (take queue) (when (< first next) (1- (incf first)))))
+          (6 (let ((end (+ first (min batch (ceiling (- next first) 2)))))
+               (expect :steal (let ((stolen (steal queue thief)))
+                                (and stolen (cons stolen (take-all thief))))
+                       (numbers-between first end))
+               (setf first end)))
+          (7 (expect :length (queue-length queue) (- next first)))))
+      (expect :rest (take-all queue) (numbers-between first next)))
     nil))
 
 (test random-operations

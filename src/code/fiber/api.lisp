@@ -60,7 +60,7 @@ new fiber takes no stack and no other resource; if it is never submitted, it is 
              :format-arguments (list stack-size)))
     (%make-fiber (and name (possibly-base-stringize-to-heap (string name)))
                  *fiber-storage-lock* function stack-size
-                 (check-initial-bindings initial-bindings))))
+                 (and initial-bindings (check-initial-bindings initial-bindings)))))
 
 (defun fiber-function-argument (function)
   (typecase function

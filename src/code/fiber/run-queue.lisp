@@ -11,9 +11,13 @@
 
 (in-package "SB-FIBER")
 
-;;; A ring of 256 places after that of Go's runtime (runtime/proc.go, runqput and runqsteal),
+;;; A ring after that of Go's runtime (runtime/proc.go, runqput and runqsteal),
 ;;; served first in, first out: a queue that its owner served from the end where it puts
 ;;; (Chase and Lev's) would let a fiber that yields run again at once, for ever.
+;;;
+;;; It has many places, since what it has no room for goes through the injector, a chain of
+;;; fibers that are in no cache. What is moved at once, from wherever, is a small part of it: the
+;;; others are to have some, too, and the carrier is to look around meanwhile.
 ;;;
 ;;; HEAD and TAIL only grow; place N is at index N modulo the capacity.
 ;;; What is true when nobody is inside:
@@ -26,14 +30,17 @@
 ;;; The owner does this with interrupts off: a handler that woke a fiber would put it into
 ;;; the middle of a put.
 
-(defconstant run-queue-capacity 256)
+(defconstant run-queue-capacity 16384)
+(defconstant run-queue-batch 128)
 
 (defstruct-apart (run-queue (:constructor make-run-queue ())
                             (:copier nil))
   (head 0 :type (and unsigned-byte fixnum))
   (tail 0 :type (and unsigned-byte fixnum))
   (ring (make-array run-queue-capacity :initial-element 0)
-   :type (simple-vector #.run-queue-capacity) :read-only t))
+   :type (simple-vector #.run-queue-capacity) :read-only t)
+  ;; what TAIL was when the owner last forgot
+  (forgotten 0 :type (and unsigned-byte fixnum)))
 (declaim (freeze-type run-queue))
 
 (declaim (inline run-queue-place))
@@ -73,16 +80,16 @@
 
 (declaim (ftype (sfunction (run-queue run-queue) t) run-queue-steal))
 (defun run-queue-steal (victim thief)
-  "Move half of what is in VICTIM, rounded up, to the empty queue THIEF, which the caller owns,
-and return one of those, or NIL."
+  "Move half of what is in VICTIM, rounded up, but at most a batch, to the empty queue THIEF, which
+the caller owns, and return one of those, or NIL."
   (declare (optimize speed (safety 0)))
   (loop
     (let* ((head (run-queue-head victim))
            (length (truly-the fixnum (- (run-queue-tail victim) head)))
-           (n (ash (truly-the fixnum (1+ length)) -1)))
+           (n (min (ash (truly-the fixnum (1+ length)) -1) run-queue-batch)))
       (declare (fixnum length n))
       (cond ((<= length 0) (return nil))
-            ((> n (ash run-queue-capacity -1))) ; HEAD was stale when TAIL was read
+            ((> length run-queue-capacity)) ; HEAD was stale when TAIL was read
             (t
              (let ((tail (run-queue-tail thief)))
                (dotimes (i n)
@@ -93,10 +100,17 @@ and return one of those, or NIL."
                  (setf (run-queue-tail thief) (truly-the fixnum (+ tail n)))
                  (return (run-queue-take thief)))))))))
 
-;;; What thieves took is still in the ring, and what an attempt to steal copied.
+;;; What thieves took is still in the ring, and what an attempt to steal copied, which is at most a
+;;; batch beyond TAIL.
 (declaim (ftype (sfunction (run-queue) null) run-queue-forget))
 (defun run-queue-forget (queue)
   "If QUEUE is empty let it no longer keep alive what was in it. For the owner."
   (when (= (run-queue-length queue) 0)
-    (fill (run-queue-ring queue) 0))
+    (let* ((tail (run-queue-tail queue))
+           (end (truly-the fixnum (+ tail run-queue-batch))))
+      (loop for n of-type fixnum from (max (run-queue-forgotten queue)
+                                           (truly-the fixnum (- end run-queue-capacity)))
+              below end
+            do (setf (svref (run-queue-ring queue) (run-queue-place n)) 0))
+      (setf (run-queue-forgotten queue) tail)))
   nil)

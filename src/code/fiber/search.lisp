@@ -22,8 +22,9 @@
 
 (declaim (inline half-room))
 (defun half-room (queue)
-  "Half of the free places of QUEUE, and at least one."
-  (max 1 (ash (truly-the fixnum (- run-queue-capacity (run-queue-length queue))) -1)))
+  "Half of the free places of QUEUE, and at least one, but no more than a batch."
+  (let ((room (truly-the fixnum (- run-queue-capacity (run-queue-length queue)))))
+    (max 1 (min (ash room -1) run-queue-batch))))
 
 ;;; What is left stays in the heap, whose nearest deadline then is past: TIME-TO-SLEEP is 0, and the
 ;;; next look comes when what is queued has run, or sooner.

@@ -11,6 +11,7 @@
 
 ;;; The ring of a run queue is so small here that its places are used again.
 (defconstant steps::run-queue-capacity 4)
+(defconstant steps::run-queue-batch 2)
 
 (defvar *running* nil
   "The carrier that the actor is.")
