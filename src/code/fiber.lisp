@@ -156,12 +156,12 @@
 ;;;; Q/T + 1 from the injector, or Q + 1 if each fiber computes for a millisecond. A fiber in an
 ;;;; injector, behind P others, runs after (P + 1) * (T + 1) ticks of a scheduler; a tick is one
 ;;;; fiber that it runs. Of the deadlines that have come, and of the reports, a scheduler serves at
-;;;; a look as many as fill half of the room in the queue, but at least one, and at most a batch
-;;;; (RUN-QUEUE-BATCH), R of them: however many come together, they hold up others for no longer
-;;;; than 128 wake-ups take. A deadline that has come behind D others is served at the look number
-;;;; D/R + 1, that is within (D/R + 1) * (T + 1) ticks. A scheduler whose queue is empty looks at
-;;;; once, and one that has left deadlines does not sleep. A fiber that yields where nothing is queued goes on
-;;;; at once, and that is a tick: its scheduler looks as if it ran others. This is the worst
+;;;; a look at least one, and at most a batch, R of them (HOW-MANY-TO-COLLECT): however many come
+;;;; together, they hold up others for no longer than 128 wake-ups take. A deadline that has come
+;;;; behind D others is served at the look number D/R + 1, that is within (D/R + 1) * (T + 1) ticks.
+;;;; A scheduler whose queue is empty looks at once, and one that has left deadlines does not sleep.
+;;;; A fiber that yields where nothing is queued goes on at once, and that is a tick: its scheduler
+;;;; looks as if it ran others. This is the worst
 ;;;; case, of fibers that wake each other and so fill the queue for ever. A fiber that yields
 ;;;; while the injector holds others goes to the end of the injector, so that the queue drains;
 ;;;; and of N fibers that only yield, each runs again within 2 * N + 256 ticks of a single
@@ -518,7 +518,7 @@ take too long."
   (declare (optimize speed (safety 0)))
   (let ((head (run-queue-head queue)) (ring (run-queue-ring queue)))
     (macrolet ((queued (n)
-                 `(svref ring (run-queue-place (truly-the fixnum (+ head ,n)))))
+                 `(svref ring (run-queue-place ring (truly-the fixnum (+ head ,n)))))
                (lines (address &rest offsets)
                  `(let ((address ,address))
                     ,@(mapcar (lambda (offset) `(%prefetch address ,offset)) offsets)))

@@ -15,9 +15,13 @@
 
 (defun make-test-queue (&rest objects)
   (let ((queue (sb-fiber::make-run-queue)))
+    (setf (sb-fiber::run-queue-ring queue)
+          (make-array steps::run-queue-capacity :initial-element 0))
     (dolist (object objects queue)
       (let ((tail (sb-fiber::run-queue-tail queue)))
-        (setf (svref (sb-fiber::run-queue-ring queue) (steps::run-queue-place tail)) object
+        (setf (svref (sb-fiber::run-queue-ring queue)
+                     (mod tail steps::run-queue-capacity))
+              object
               (sb-fiber::run-queue-tail queue) (1+ tail))))))
 
 (defun queue-problem (put &rest lists)
@@ -76,6 +80,66 @@ was put."
                    (remove nil (append second-got (queue-contents second)))
                    (queue-contents victim))))
 
+;;; The owner moves into its long ring while a thief reads the short one.
+(defun provide-test-queue (queue)
+  (setf (sb-fiber::run-queue-spare queue)
+        (make-array (* 2 steps::run-queue-capacity) :initial-element 0))
+  queue)
+
+(defparameter *steal-while-moving*
+  (history ((victim (provide-test-queue (make-test-queue 1 2 3 4)))
+            (thief (make-test-queue))
+            (put '(1 2 3 4))
+            (taken '()) (stolen '()))
+      (("owner" (when (steps::run-queue-put victim 5) (push 5 put))
+                (push (steps::run-queue-take victim) taken))
+       ("thief" (push (steps::run-queue-steal victim thief) stolen)))
+    (queue-problem put taken (append stolen (queue-contents thief)) (queue-contents victim))))
+
+;;; It comes back while a thief reads the long one.
+(defun make-moved-queue (object)
+  (let ((queue (provide-test-queue (make-test-queue object))))
+    (rotatef (sb-fiber::run-queue-ring queue) (sb-fiber::run-queue-spare queue))
+    (setf (svref (sb-fiber::run-queue-ring queue) 0) object)
+    queue))
+
+(defparameter *steal-while-leaving*
+  (history ((victim (make-moved-queue 1))
+            (thief (make-test-queue))
+            (put '(1))
+            (taken '()) (stolen '()))
+      (("owner" (let ((object (steps::run-queue-take victim)))
+                  (when object (push object taken)))
+                (steps::run-queue-forget victim)
+                (when (steps::run-queue-put victim 2) (push 2 put)))
+       ("thief" (let ((object (steps::run-queue-steal victim thief)))
+                  (when object (push object stolen)))))
+    (queue-problem put taken (append stolen (queue-contents thief)) (queue-contents victim))))
+
+(test each-object-is-taken-once-though-the-queue-moves
+  (holds *steal-while-moving*)
+  (holds *steal-while-leaving*))
+
+(test bug-reading-the-ring-before-the-tail
+  (with-changes (("RUN-QUEUE-STEAL"
+                  "(head (run-queue-head victim))"
+                  "(from (run-queue-ring victim)) (head (run-queue-head victim))"
+                  "(from (run-queue-ring victim))"
+                  "(ignored nil)"
+                  "(declare (fixnum length n))"
+                  "(declare (fixnum length n) (ignore ignored))"))
+    (fails *steal-while-leaving*)))
+
+(test bug-moving-before-the-copy
+  (with-changes (("RUN-QUEUE-MOVE"
+                  "(setf (run-queue-spare queue) ring)" "(progn)"
+                  "(setf (run-queue-ring queue) long)" "long"
+                  "(ring (run-queue-ring queue))"
+                  "(ring (prog1 (run-queue-ring queue)
+                           (setf (run-queue-ring queue) (run-queue-spare queue)
+                                 (run-queue-spare queue) nil)))"))
+    (fails *steal-while-moving*)))
+
 (test each-object-is-taken-once
   (holds *take-and-steal* :store-buffers t)
   (holds *two-thieves*)
@@ -89,8 +153,8 @@ was put."
                   (return (run-queue-take thief)))"
                "(when (eq (cas (run-queue-head victim) head (truly-the fixnum (+ head n))) head)
                   (dotimes (i n)
-                    (setf (svref (run-queue-ring thief) (run-queue-place (+ tail i)))
-                          (svref (run-queue-ring victim) (run-queue-place (+ head i)))))
+                    (setf (svref to (run-queue-place to (+ tail i)))
+                          (svref from (run-queue-place from (+ head i)))))
                   (setf (run-queue-tail thief) (truly-the fixnum (+ tail n)))
                   (return (run-queue-take thief)))"))
     (fails *take-and-steal*)))
@@ -104,18 +168,18 @@ was put."
 (test bug-publishing-a-place-before-it-is-filled
   (with-changes (("RUN-QUEUE-STEAL"
                "(dotimes (i n)
-                  (setf (svref (run-queue-ring thief) (run-queue-place (+ tail i)))
-                        (svref (run-queue-ring victim) (run-queue-place (+ head i)))))"
+                  (setf (svref to (run-queue-place to (+ tail i)))
+                        (svref from (run-queue-place from (+ head i)))))"
                "(setf (run-queue-tail thief) (+ tail n))"
                "(return (run-queue-take thief))"
                "(dotimes (i n (return (run-queue-take thief)))
-                  (setf (svref (run-queue-ring thief) (run-queue-place (+ tail i)))
-                        (svref (run-queue-ring victim) (run-queue-place (+ head i)))))"))
+                  (setf (svref to (run-queue-place to (+ tail i)))
+                        (svref from (run-queue-place from (+ head i)))))"))
     (fails *steal-from-thief*)))
 
 (test bug-clearing-a-place-that-may-not-be-ours
   (with-changes (("RUN-QUEUE-TAKE"
-               "(object (svref (run-queue-ring queue) place))"
-               "(object (prog1 (svref (run-queue-ring queue) place)
-                          (setf (svref (run-queue-ring queue) place) 0)))"))
+               "(object (svref ring place))"
+               "(object (prog1 (svref ring place)
+                          (setf (svref ring place) 0)))"))
     (fails *take-and-steal*)))

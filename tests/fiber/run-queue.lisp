@@ -12,6 +12,7 @@
 (def-suite* run-queue)
 
 (defconstant capacity sb-fiber::run-queue-capacity)
+(defconstant long-capacity sb-fiber::long-run-queue-capacity)
 (defconstant batch sb-fiber::run-queue-batch)
 
 ;;; HEAD and TAIL count for ever, so a queue in use is one whose places begin anywhere.
@@ -19,6 +20,11 @@
   (let ((queue (sb-fiber::make-run-queue)))
     (setf (sb-fiber::run-queue-head queue) start
           (sb-fiber::run-queue-tail queue) start)
+    queue))
+
+(defun make-long-queue (&optional (start 0))
+  (let ((queue (make-queue start)))
+    (sb-fiber::run-queue-provide queue)
     queue))
 
 (defun put (queue object) (sb-fiber::run-queue-put queue object))
@@ -42,15 +48,32 @@
 
 ;;; Prevents: a put that overwrites the oldest object.
 (test full-queue
-  (let ((queue (make-queue 1000)))
-    (dotimes (i capacity) (put queue i))
-    (is (not (put queue :one-too-many)))
-    (is (= capacity (queue-length queue)))
-    (is (eql 0 (take queue)))
-    (is (put queue :last))
-    (is (not (put queue :one-too-many)))
-    (is (equal (append (loop for i from 1 below capacity collect i) '(:last))
-               (take-all queue)))))
+  (loop for (queue size) in (list (list (make-queue 1000) capacity)
+                                  (list (make-long-queue 1000) long-capacity))
+        do (dotimes (i size) (put queue i))
+           (is (not (put queue :one-too-many)))
+           (is (= size (queue-length queue)))
+           (is (eql 0 (take queue)))
+           (is (put queue :last))
+           (is (not (put queue :one-too-many)))
+           (is (equal (append (loop for i from 1 below size collect i) '(:last))
+                      (take-all queue)))))
+
+;;; Prevents: a queue that stays in the long ring, or that keeps alive what was in either.
+(test long-ring-is-left
+  (let* ((queue (make-long-queue 100))
+         (rings (list (sb-fiber::run-queue-ring queue) (sb-fiber::run-queue-spare queue))))
+    (loop repeat 3
+          do (dotimes (i (* 3 capacity)) (put queue (list i)))
+             (is (eq (second rings) (sb-fiber::run-queue-ring queue)))
+             (sb-fiber::run-queue-provide queue)
+             (is (eq (first rings) (sb-fiber::run-queue-spare queue)))
+             (steal queue (make-queue))
+             (is (= (- (* 3 capacity) batch) (length (take-all queue))))
+             (sb-fiber::run-queue-forget queue)
+             (is (eq (first rings) (sb-fiber::run-queue-ring queue)))
+             (is (eq (second rings) (sb-fiber::run-queue-spare queue)))
+             (dolist (ring rings) (is (every #'numberp ring))))))
 
 ;;; Prevents: fibers kept alive by the places that they were in.
 (test forget
@@ -67,21 +90,11 @@
     (put victim :one)
     (is (eq :one (take victim)))))
 
-;;; Prevents: fibers kept alive by copies of those that an attempt to steal did not get.
-(test forget-what-was-not-stolen
-  (let* ((thief (make-queue (- capacity 3)))
-         (tail (sb-fiber::run-queue-tail thief)))
-    (sb-fiber::run-queue-forget thief)
-    (dotimes (i batch)
-      (setf (svref (sb-fiber::run-queue-ring thief) (mod (+ tail i) capacity)) :copy))
-    (sb-fiber::run-queue-forget thief)
-    (is (every #'zerop (sb-fiber::run-queue-ring thief)))))
-
 ;;; Prevents: a thief that leaves the last object to an owner that may be busy for long.
 ;;; And one that fills the carrier's own queue with what many could run.
 (test steal-half-rounded-up
-  (dolist (n (list 0 1 2 3 4 5 (* 2 batch) (1+ (* 2 batch)) capacity))
-    (let ((victim (make-queue 77))
+  (dolist (n '(0 1 2 3 4 5 255 256 257 1000))
+    (let ((victim (make-long-queue 77))
           (thief (make-queue 5)))
       (dotimes (i n) (put victim (1+ i)))
       (let* ((half (min (ceiling n 2) batch))
@@ -103,10 +116,10 @@
 (defun random-operations (n)
   "Do N operations on a queue, and keep count of the numbers that are to be in it. Return a
 description of the first that differs, or NIL."
-  (let* ((queue (make-queue (random 1000)))
+  (let* ((queue (make-long-queue (random 1000)))
          (thief (make-queue (random 1000)))
          (first 0)
-         (next (- capacity 200)))
+         (next (- long-capacity 200)))
     (flet ((expect (what got wanted)
              (unless (equal got wanted)
                (return-from random-operations
@@ -115,7 +128,7 @@ description of the first that differs, or NIL."
       (dotimes (i n)
         ;; It fills up and is nearly full, and runs empty.
         (case (if (< i (floor n 2)) (random 5) (+ 2 (random 6)))
-          ((0 1 2) (let ((fits (< (- next first) capacity)))
+          ((0 1 2) (let ((fits (< (- next first) long-capacity)))
                      (expect :put (put queue next) fits)
                      (when fits (incf next))))
           ((3 4 5) (expect :take (take queue) (when (< first next) (1- (incf first)))))

@@ -30,8 +30,8 @@
 ;;; The bound that the head of fiber.lisp gives: on one carrier, N that yield come round within
 ;;; 2 * N + 256 turns.
 (test turns-are-even
-  (dolist (n (mapcar (lambda (n) (if (< n 0) (- sb-fiber::run-queue-capacity n) n))
-                     '(2 200 3000 -1 -1000)))
+  (dolist (n (list 2 200 256 257 600 3000 sb-fiber::long-run-queue-capacity
+                   (+ sb-fiber::long-run-queue-capacity 1000)))
     (let ((turn 0) (widest 0))
       (flet ((take-turns ()
                (loop repeat 10

@@ -248,7 +248,8 @@ that FIBER is to end, or was cancelled, where it turns them on, or waits."
     (misuse fiber "~@<~S cannot run in ~S, which is finished or about to be; START-FIBERS starts ~
                    another group.~:@>" fiber group))
   (let ((done nil) (limit 0))
-    (unwind-protect (setf done (allocate-stack fiber))
+    (unwind-protect (progn (provide-queues group)
+                           (setf done (allocate-stack fiber)))
       (unless done
         (setf limit (alien-funcall (extern-alien "fiber_mappings_exhausted" (function unsigned)))
               (fiber-phase fiber) +new+)

@@ -72,3 +72,11 @@
   (when (= (ldb (byte 32 0) (atomic-decf (fiber-group-population group))) 1)
     (with-pinned-objects (group)
       (wake-on-word (fiber-group-population-address group) (ash 1 29)))))
+
+;;; Where memory may run out: a scheduler cannot allocate.
+(defun provide-queues (group)
+  "Let the queues of GROUP become long if it has so many fibers that they do not fit."
+  (let ((alive (fiber-group-alive group)))
+    (when (and (/= alive 0) (= (mod alive run-queue-capacity) 0))
+      (loop for scheduler across (fiber-group-schedulers group)
+            do (run-queue-provide (scheduler-queue (truly-the scheduler scheduler)))))))

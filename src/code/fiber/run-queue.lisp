@@ -15,51 +15,82 @@
 ;;; served first in, first out: a queue that its owner served from the end where it puts
 ;;; (Chase and Lev's) would let a fiber that yields run again at once, for ever.
 ;;;
-;;; It has many places, since what it has no room for goes through the injector, a chain of
-;;; fibers that are in no cache. What is moved at once, from wherever, is a small part of it: the
-;;; others are to have some, too, and the carrier is to look around meanwhile.
-;;;
-;;; HEAD and TAIL only grow; place N is at index N modulo the capacity.
+;;; HEAD and TAIL only grow; place N is at index N modulo the length of the ring.
 ;;; What is true when nobody is inside:
-;;;  - HEAD <= TAIL <= HEAD + capacity;
+;;;  - HEAD <= TAIL <= HEAD + the length of RING;
 ;;;  - places [HEAD,TAIL) hold what was put and not yet taken, in that order.
 ;;; What the threads may do:
-;;;  - only the owner writes TAIL, and places, and only places outside of [HEAD,TAIL);
+;;;  - only the owner writes TAIL, RING, and places, and only places outside of [HEAD,TAIL);
 ;;;  - all take by compare-and-swap of HEAD, having read the places before. As long as HEAD has not
 ;;;    moved the owner cannot have reused them, so that what a successful taker has read is right.
 ;;; The owner does this with interrupts off: a handler that woke a fiber would put it into
 ;;; the middle of a put.
+;;;
+;;; The ring is short, so that it stays in the cache. What it has no room for would go through the
+;;; injector, a chain of fibers that are in no cache; so the queue of a group with many fibers has a
+;;; spare ring, a long one, into which the owner moves when the short one is full, and which it
+;;; leaves when it is empty. A taker that still reads the ring that was left finds there what it
+;;; would find in the other, or HEAD has moved: [HEAD,TAIL) is copied before RING is written, and
+;;; the old places stay as they are until the queue has been empty.
+;;; SPARE: NIL -> the long ring, by any thread; then it is the owner's, and always the one of the
+;;; two that is not RING.
 
-(defconstant run-queue-capacity 16384)
+(defconstant run-queue-capacity 256)
+(defconstant long-run-queue-capacity 16384)
+;;; What is moved at once, from wherever: the others are to have some, too, and the carrier is to
+;;; look around meanwhile.
 (defconstant run-queue-batch 128)
 
 (defstruct-apart (run-queue (:constructor make-run-queue ())
                             (:copier nil))
   (head 0 :type (and unsigned-byte fixnum))
   (tail 0 :type (and unsigned-byte fixnum))
-  (ring (make-array run-queue-capacity :initial-element 0)
-   :type (simple-vector #.run-queue-capacity) :read-only t)
-  ;; what TAIL was when the owner last forgot
-  (forgotten 0 :type (and unsigned-byte fixnum)))
+  (ring (make-array run-queue-capacity :initial-element 0) :type simple-vector)
+  (spare nil))
 (declaim (freeze-type run-queue))
 
 (declaim (inline run-queue-place))
-(defun run-queue-place (n)
-  (declare (fixnum n))
-  (logand n (1- run-queue-capacity)))
+(defun run-queue-place (ring n)
+  (declare (simple-vector ring) (fixnum n))
+  (logand n (truly-the fixnum (1- (length ring)))))
 
 (declaim (inline run-queue-length))
 (defun run-queue-length (queue)
   (let ((head (run-queue-head queue)))
     (truly-the fixnum (- (run-queue-tail queue) head))))
 
+(declaim (ftype (sfunction (run-queue) null) run-queue-provide))
+(defun run-queue-provide (queue)
+  "Let QUEUE have a long ring when it needs one. For any thread."
+  (unless (run-queue-spare queue)
+    (cas (run-queue-spare queue) nil
+         (make-array long-run-queue-capacity :initial-element 0)))
+  nil)
+
+(declaim (ftype (sfunction (run-queue) t) run-queue-move))
+(defun run-queue-move (queue)
+  "Move QUEUE, which is full, into its long ring, and return that, or NIL if it has none or is
+there. For the owner."
+  (let ((ring (run-queue-ring queue)) (spare (run-queue-spare queue)))
+    (when (and spare (= (length ring) run-queue-capacity))
+      (let ((long (truly-the simple-vector spare)))
+        (loop for n of-type fixnum from (run-queue-head queue) below (run-queue-tail queue)
+              do (setf (svref long (run-queue-place long n))
+                       (svref ring (run-queue-place ring n))))
+        (setf (run-queue-spare queue) ring)
+        (barrier (:write))
+        (setf (run-queue-ring queue) long)))))
+
 (declaim (ftype (sfunction (run-queue t) boolean) run-queue-put))
 (defun run-queue-put (queue object)
   "Add OBJECT at the end of QUEUE. Return false if it is full. For the owner."
   (declare (optimize speed (safety 0)))
-  (let ((tail (run-queue-tail queue)))
-    (when (< (truly-the fixnum (- tail (run-queue-head queue))) run-queue-capacity)
-      (store-place (run-queue-ring queue) (run-queue-place tail) object)
+  (let ((tail (run-queue-tail queue))
+        (ring (run-queue-ring queue)))
+    (when (or (< (truly-the fixnum (- tail (run-queue-head queue))) (length ring))
+              (let ((long (run-queue-move queue)))
+                (and long (setf ring (truly-the simple-vector long)) t)))
+      (store-place ring (run-queue-place ring tail) object)
       (barrier (:write))
       (setf (run-queue-tail queue) (truly-the fixnum (1+ tail)))
       t)))
@@ -71,11 +102,12 @@
   (loop
     (let ((head (run-queue-head queue)))
       (when (= head (run-queue-tail queue)) (return nil))
-      (let* ((place (run-queue-place head))
-             (object (svref (run-queue-ring queue) place)))
+      (let* ((ring (run-queue-ring queue))
+             (place (run-queue-place ring head))
+             (object (svref ring place)))
         (when (eq (cas (run-queue-head queue) head (truly-the fixnum (1+ head))) head)
           ;; The place is the owner's until its next put; what it holds could be garbage soon.
-          (setf (svref (run-queue-ring queue) place) 0)
+          (setf (svref ring place) 0)
           (return object))))))
 
 (declaim (ftype (sfunction (run-queue run-queue) t) run-queue-steal))
@@ -86,31 +118,30 @@ the caller owns, and return one of those, or NIL."
   (loop
     (let* ((head (run-queue-head victim))
            (length (truly-the fixnum (- (run-queue-tail victim) head)))
-           (n (min (ash (truly-the fixnum (1+ length)) -1) run-queue-batch)))
+           (n (min (ash (truly-the fixnum (1+ length)) -1) run-queue-batch))
+           (from (run-queue-ring victim)) ; after TAIL: all up to there is in it, or was taken
+           (to (run-queue-ring thief)))
       (declare (fixnum length n))
-      (cond ((<= length 0) (return nil))
-            ((> length run-queue-capacity)) ; HEAD was stale when TAIL was read
-            (t
-             (let ((tail (run-queue-tail thief)))
-               (dotimes (i n)
-                 (setf (svref (run-queue-ring thief) (run-queue-place (+ tail i)))
-                       (svref (run-queue-ring victim) (run-queue-place (+ head i)))))
-               (when (eq (cas (run-queue-head victim) head (truly-the fixnum (+ head n))) head)
-                 (barrier (:write))
-                 (setf (run-queue-tail thief) (truly-the fixnum (+ tail n)))
-                 (return (run-queue-take thief)))))))))
+      (when (<= length 0) (return nil))
+      (let ((tail (run-queue-tail thief)))
+        (dotimes (i n)
+          (setf (svref to (run-queue-place to (+ tail i)))
+                (svref from (run-queue-place from (+ head i)))))
+        (when (eq (cas (run-queue-head victim) head (truly-the fixnum (+ head n))) head)
+          (barrier (:write))
+          (setf (run-queue-tail thief) (truly-the fixnum (+ tail n)))
+          (return (run-queue-take thief)))))))
 
-;;; What thieves took is still in the ring, and what an attempt to steal copied, which is at most a
-;;; batch beyond TAIL.
+;;; What thieves took is still in the ring, and what an attempt to steal copied.
 (declaim (ftype (sfunction (run-queue) null) run-queue-forget))
 (defun run-queue-forget (queue)
   "If QUEUE is empty let it no longer keep alive what was in it. For the owner."
   (when (= (run-queue-length queue) 0)
-    (let* ((tail (run-queue-tail queue))
-           (end (truly-the fixnum (+ tail run-queue-batch))))
-      (loop for n of-type fixnum from (max (run-queue-forgotten queue)
-                                           (truly-the fixnum (- end run-queue-capacity)))
-              below end
-            do (setf (svref (run-queue-ring queue) (run-queue-place n)) 0))
-      (setf (run-queue-forgotten queue) tail)))
+    (let ((ring (run-queue-ring queue)))
+      (unless (= (length ring) run-queue-capacity)
+        (fill ring 0)
+        (let ((short (truly-the simple-vector (run-queue-spare queue))))
+          (setf (run-queue-spare queue) ring
+                (run-queue-ring queue) short)))
+      (fill (truly-the simple-vector (run-queue-ring queue)) 0)))
   nil)

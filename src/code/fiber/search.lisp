@@ -20,21 +20,26 @@
 ;;;    by it or by the thread that wakes it; SLEEP of its poller is not 0 meanwhile.
 ;;; Why no wake-up is lost between them is told at the head of fiber.lisp.
 
-(declaim (inline half-room))
-(defun half-room (queue)
-  "Half of the free places of QUEUE, and at least one, but no more than a batch."
-  (let ((room (truly-the fixnum (- run-queue-capacity (run-queue-length queue)))))
-    (max 1 (min (ash room -1) run-queue-batch))))
+;;; Where much is queued little is added: what is woken long before it runs is in no cache any more.
+(declaim (inline how-many-to-collect))
+(defun how-many-to-collect (queue)
+  "Half of what QUEUE, which a scheduler looks around for, lacks to two batches, and some if it has
+room for them, but at least one."
+  (let ((length (run-queue-length queue)))
+    (max 1
+         (- run-queue-batch (ash length -1))
+         (min (ash run-queue-batch -3)
+              (truly-the fixnum (- (length (run-queue-ring queue)) length))))))
 
 ;;; What is left stays in the heap, whose nearest deadline then is past: TIME-TO-SLEEP is 0, and the
 ;;; next look comes when what is queued has run, or sooner.
 (defun collect-expired (scheduler)
   "Unpark the fibers of SCHEDULER whose deadlines have come, and interrupt those whose alarms have:
-the earliest first, and no more than half of what the queue has room for, but at least one."
+the earliest first, and as many as the queue is to get."
   (let ((heap (scheduler-deadlines scheduler)))
     (when (/= (deadline-heap-nearest heap) most-positive-fixnum)
       (let ((now (fiber-now)))
-        (loop repeat (half-room (scheduler-queue scheduler))
+        (loop repeat (how-many-to-collect (scheduler-queue scheduler))
               do (let ((entry (heap-take-expired heap now)))
                    (cond ((null entry) (return))
                          ((fiber-p entry) (unpark (truly-the fiber entry)))
@@ -50,7 +55,7 @@ the earliest first, and no more than half of what the queue has room for, but at
   (let* ((poller (scheduler-poller scheduler))
          (events (poller-events poller))
          (n (%poller-wait (poller-epoll poller) events
-                          (min (half-room (scheduler-queue scheduler)) events-per-wait)
+                          (min (how-many-to-collect (scheduler-queue scheduler)) events-per-wait)
                           nanoseconds)))
     (dotimes (i n)
       (let ((data (sap-ref-word events (* i 16)))
@@ -65,7 +70,7 @@ the earliest first, and no more than half of what the queue has room for, but at
 and return that, or NIL if there is none."
   (let* ((group (truly-the fiber-group (scheduler-group scheduler)))
          (queue (scheduler-queue scheduler))
-         (first (injector-take (fiber-group-injector group) (half-room queue))))
+         (first (injector-take (fiber-group-injector group) (how-many-to-collect queue))))
     (when first
       (do-chain (fiber (shiftf (fiber-next (truly-the fiber first)) nil))
         (run-queue-put queue fiber)))

@@ -27,7 +27,8 @@
 
 (defun queue-contents (queue)
   (loop for n from (sb-fiber::run-queue-head queue) below (sb-fiber::run-queue-tail queue)
-        collect (svref (sb-fiber::run-queue-ring queue) (steps::run-queue-place n))))
+        collect (svref (sb-fiber::run-queue-ring queue)
+                       (steps::run-queue-place (sb-fiber::run-queue-ring queue) n))))
 
 (defmacro with-short-searches (&body body)
   "A search that finds nothing is not repeated, and looks at two places at most."
