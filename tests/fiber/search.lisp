@@ -42,9 +42,10 @@
 (defun parked-with-past-deadlines (group n &optional (then (constantly t)))
   "N fibers, parked until they are woken, and then to call THEN, whose deadlines come at once. To be
 called in a fiber."
-  (let ((fibers (loop repeat n collect (spawn (group)
-                                         (sb-fiber::without-interruptions (sb-fiber::park :sleep nil))
-                                         (funcall then)))))
+  (let ((fibers (loop repeat n
+                      collect (spawn (group)
+                                (sb-fiber::without-interruptions (sb-fiber::park :sleep nil))
+                                (funcall then)))))
     (loop until (every (lambda (fiber) (eq :parked (fiber-state fiber))) fibers) do (fiber-yield))
     (dolist (fiber fibers fibers)
       (sb-sys:without-interrupts
@@ -56,8 +57,8 @@ called in a fiber."
   (with-group-of-same-carriers (group 1)
     (let* ((left (list 1000))
            (fibers (join (spawn (group)
-                           (parked-with-past-deadlines group 1000
-                                                       (lambda () (push (heap-count group) left)))))))
+                           (parked-with-past-deadlines
+                            group 1000 (lambda () (push (heap-count group) left)))))))
       (is-true (wait-until (= 0 (heap-count group))))
       (join-all fibers)
       (unless (migration-wanted-p)      ; then others do the same
