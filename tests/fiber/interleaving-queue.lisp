@@ -14,9 +14,7 @@
 (def-suite* interleaving-queue)
 
 (defun make-test-queue (&rest objects)
-  (let ((queue (sb-fiber::make-run-queue)))
-    (setf (sb-fiber::run-queue-ring queue)
-          (make-array steps::run-queue-capacity :initial-element 0))
+  (let ((queue (shorten-queue (sb-fiber::make-run-queue))))
     (dolist (object objects queue)
       (let ((tail (sb-fiber::run-queue-tail queue)))
         (setf (svref (sb-fiber::run-queue-ring queue)

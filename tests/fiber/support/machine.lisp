@@ -13,6 +13,11 @@
 (defconstant steps::run-queue-capacity 4)
 (defconstant steps::run-queue-batch 2)
 
+(defun shorten-queue (queue)
+  (setf (sb-fiber::run-queue-ring queue)
+        (make-array steps::run-queue-capacity :initial-element 0))
+  queue)
+
 (defvar *running* nil
   "The carrier that the actor is.")
 
@@ -140,7 +145,9 @@
 (defun make-test-scheduler (group index &optional keeps-p)
   (let ((poller (sb-fiber::%make-poller index (+ no-descriptor index) keeps-p)))
     (setf (sb-fiber::poller-wakeup poller) (+ no-descriptor index))
-    (sb-fiber::%make-scheduler group poller)))
+    (let ((scheduler (sb-fiber::%make-scheduler group poller)))
+      (shorten-queue (sb-fiber::scheduler-queue scheduler))
+      scheduler)))
 
 (defun pass-time ()
   "Serve a deadline, once there is one."
