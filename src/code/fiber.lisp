@@ -150,22 +150,23 @@
 ;;;; Fairness. A scheduler serves its queue in order; after at most T = +TICKS-PER-LOOK+ fibers it
 ;;;; looks at its deadlines, its poller and the injector. It does so sooner if a millisecond is
 ;;;; over: in the next switch if fibers compute all the time, at the latest in the eighth
-;;;; (+TICKS-PER-READING+) if they have just begun to. All that it finds is queued behind what waits
-;;;; already, but for one fiber: the first of the injector runs next, even if the queue has no room.
-;;;; So a fiber that has Q others in front of it in a queue runs after these and after at most
-;;;; Q/T + 1 from the injector, or Q + 1 if each fiber computes for a millisecond. A fiber in an
-;;;; injector, behind P others, runs after (P + 1) * (T + 1) ticks of a scheduler; a tick is one
-;;;; fiber that it runs. Of the deadlines that have come, and of the reports, a scheduler serves at
-;;;; a look at least one, and at most a batch, R of them (HOW-MANY-TO-COLLECT): however many come
-;;;; together, they hold up others for no longer than 128 wake-ups take. A deadline that has come
-;;;; behind D others is served at the look number D/R + 1, that is within (D/R + 1) * (T + 1) ticks.
-;;;; A scheduler whose queue is empty looks at once, and one that has left deadlines does not sleep.
-;;;; A fiber that yields where nothing is queued goes on at once, and that is a tick: its scheduler
-;;;; looks as if it ran others. This is the worst
-;;;; case, of fibers that wake each other and so fill the queue for ever. A fiber that yields
-;;;; while the injector holds others goes to the end of the injector, so that the queue drains;
-;;;; and of N fibers that only yield, each runs again within 2 * N + 256 ticks of a single
-;;;; carrier. With time slices one turn of a preempted fiber may come after each look.
+;;;; (+TICKS-PER-READING+) if they have just begun to. All that it finds is queued behind what
+;;;; waits already, but for one fiber: the first of the injector runs next, even if the queue has
+;;;; no room. So a fiber that has Q others in front of it in a queue runs after these and after at
+;;;; most Q/T + 1 from the injector, or Q + 1 if each fiber computes for a millisecond. A fiber in
+;;;; an injector, behind P others, is taken out after (P + 1) * (T + 1) ticks of a scheduler, and
+;;;; has Q others in front of it then, or runs; a tick is one fiber that a scheduler runs. Of the
+;;;; deadlines that have come, and of the reports, a scheduler serves at a look at least one, and
+;;;; at most a batch, R of them (HOW-MANY-TO-COLLECT): however many come together, they hold up
+;;;; others for no longer than 256 wake-ups take. A deadline that has come behind D others is
+;;;; served at the look number D/R + 1, that is within (D/R + 1) * (T + 1) ticks, and its fiber
+;;;; queued behind what waits then. A scheduler whose queue is empty looks at once, and one that
+;;;; has left deadlines does not sleep. A fiber that yields where nothing is queued goes on at
+;;;; once, and that is a tick: its scheduler looks as if it ran others. This is the worst case, of
+;;;; fibers that wake each other and so fill the queue for ever. A fiber that yields while the
+;;;; injector holds others goes to the end of the injector, so that the queue drains; and of N
+;;;; fibers that only yield, each runs again within 2 * N + 256 ticks of a single carrier. With
+;;;; time slices one turn of a preempted fiber may come after each look.
 ;;;;
 ;;;; A fiber that always finds its descriptors ready would never park: so it has a budget, which it
 ;;;; gets anew whenever it is resumed. A read costs all of it: before the next one the fiber yields

@@ -243,12 +243,12 @@ that FIBER is to end, or was cancelled, where it turns them on, or waits."
   (unless (phase-becomes-p fiber +new+ +claimed+) ; no other thread submits it now
     (misuse fiber "~@<~S has been submitted already; make another fiber to call its function ~
                    again.~:@>" fiber))
-  (unless (enter-population group)
-    (setf (fiber-phase fiber) +new+)
-    (misuse fiber "~@<~S cannot run in ~S, which is finished or about to be; START-FIBERS starts ~
-                   another group.~:@>" fiber group))
-  (let ((done nil) (limit 0))
-    (unwind-protect (progn (provide-queues group)
+  (let ((alive (enter-population group)) (done nil) (limit 0))
+    (unless alive
+      (setf (fiber-phase fiber) +new+)
+      (misuse fiber "~@<~S cannot run in ~S, which is finished or about to be; START-FIBERS starts ~
+                     another group.~:@>" fiber group))
+    (unwind-protect (progn (provide-queues group alive)
                            (setf done (allocate-stack fiber)))
       (unless done
         (setf limit (alien-funcall (extern-alien "fiber_mappings_exhausted" (function unsigned)))

@@ -38,12 +38,12 @@
   (ldb (byte 32 0) (fiber-group-population group)))
 
 (defun enter-population (group)
-  "Count one more fiber of GROUP. Return false if it is closed."
+  "Count one more fiber of GROUP. Return how many there are now, or NIL if it is closed."
   (loop
     (let ((old (fiber-group-population group)))
       (when (logtest old +closed+) (return nil))
       (when (= (cas (fiber-group-population group) old (truly-the word (+ old 1 +entry+))) old)
-        (return t)))))
+        (return (1+ (ldb (byte 32 0) old)))))))
 
 (defun leave-entry (group)
   "A fiber that ENTER-POPULATION has counted can be found now, or will not live."
@@ -74,9 +74,10 @@
       (wake-on-word (fiber-group-population-address group) (ash 1 29)))))
 
 ;;; Where memory may run out: a scheduler cannot allocate.
-(defun provide-queues (group)
-  "Let the queues of GROUP become long if it has so many fibers that they do not fit."
-  (let ((alive (fiber-group-alive group)))
-    (when (and (/= alive 0) (= (mod alive run-queue-capacity) 0))
-      (loop for scheduler across (fiber-group-schedulers group)
-            do (run-queue-provide (scheduler-queue (truly-the scheduler scheduler)))))))
+(defun provide-queues (group alive)
+  "Let the queues of GROUP become long if with one more it has so many fibers, ALIVE, that they do
+not fit."
+  (declare (type (unsigned-byte 32) alive))
+  (when (= (mod alive run-queue-capacity) 0)
+    (loop for scheduler across (fiber-group-schedulers group)
+          do (run-queue-provide (scheduler-queue (truly-the scheduler scheduler))))))

@@ -29,9 +29,9 @@
 ;;; The ring is short, so that it stays in the cache. What it has no room for would go through the
 ;;; injector, a chain of fibers that are in no cache; so the queue of a group with many fibers has a
 ;;; spare ring, a long one, into which the owner moves when the short one is full, and which it
-;;; leaves when it is empty. A taker that still reads the ring that was left finds there what it
-;;; would find in the other, or HEAD has moved: [HEAD,TAIL) is copied before RING is written, and
-;;; the old places stay as they are until the queue has been empty.
+;;; leaves when it is empty and the carrier is about to sleep (RUN-QUEUE-FORGET). A taker that still
+;;; reads the ring that was left finds there what it would find in the other, or HEAD has moved:
+;;; [HEAD,TAIL) is copied before RING is written, and the old places stay as they are until then.
 ;;; SPARE: NIL -> the long ring, by any thread; then it is the owner's, and always the one of the
 ;;; two that is not RING.
 
