@@ -116,8 +116,10 @@
 ;;;; limit on those that may. If the one that naps finds something else to do it wakes another.
 ;;;;
 ;;;; A group may have more carriers than there are processors. Then no more than these are to be *at
-;;;; work*: not idle, and with a turn that is no older than a millisecond, so that those that
-;;;; compute are not counted. While so many are, nobody is woken; a carrier that finds so many in
+;;;; work*: not idle, and with a turn that is no older than some milliseconds, so that those that
+;;;; compute for long are not counted, but those that wait for a processor are, and so is at once
+;;;; who has been woken. Nor are those whose fibers the monitor sees wait in the kernel, where it
+;;;; looks more often for that. While so many are, nobody is woken; a carrier that finds so many in
 ;;;; front of it in the group puts what it has into the injector and sleeps, and does not care for
 ;;;; the queues of others: the last to go to sleep do. So it is always the same that work, and what
 ;;;; waits for descriptors does so in their pollers. If one of these begins to compute when nobody
@@ -245,10 +247,10 @@ another one."
   (logand (- now before) most-positive-word)) ; many if another processor's counter is behind
 
 (defun at-work-p (scheduler now)
-  "Has SCHEDULER, which is not idle, run something else a millisecond before NOW, a count of cycles,
-or later? It may have since then."
+  "Has SCHEDULER, which is not idle, run something else, or been woken, a short time before NOW, a
+count of cycles, or later? It may have since then."
   (declare (scheduler scheduler) (word now))
-  (let ((limit *cycles-per-millisecond*))
+  (let ((limit (* +milliseconds-at-work+ *cycles-per-millisecond*)))
     (flet ((recent-p (then)
              (<= (cycles-since then (logand (+ now limit) most-positive-word)) (* 2 limit))))
       (or (recent-p (scheduler-looked scheduler))
@@ -289,13 +291,15 @@ processors."
   (loop
     (let ((idle (fiber-group-idle group)))
       (when (= idle 0) (return))
-      (let ((bit (1- (integer-length (logand idle (- idle))))))
+      (let* ((bit (1- (integer-length (logand idle (- idle)))))
+             (scheduler (truly-the scheduler (svref (fiber-group-schedulers group) bit))))
+        ;; Until it has a processor others would be woken in its place.
+        (setf (scheduler-looked scheduler) (%cycle-count))
         (when (eq (cas (fiber-group-idle group) idle
                        (logandc2 idle (ash 1 (truly-the (mod 62) bit))))
                   idle)
           ;; If the group has ended meanwhile the poller has been freed, and is not asleep.
-          (wake-poller (scheduler-poller (truly-the scheduler
-                                                    (svref (fiber-group-schedulers group) bit))))
+          (wake-poller (scheduler-poller scheduler))
           (return))))))
 
 (declaim (inline call-for-help))

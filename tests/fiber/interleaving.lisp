@@ -74,3 +74,12 @@
 
 (test all-that-is-called-is-read
   (is (null (missing-definitions))))
+
+;;; Prevents: planted bugs that every history notices, since they do not compile.
+(test planted-bugs-compile
+  (flet ((plant (old new)
+           (call-with-changes (constantly t) (list (list "RUN-QUEUE-LENGTH" old new)))))
+    (is-true (plant "(run-queue-tail queue)" "(run-queue-head queue)"))
+    (signals error (plant "(run-queue-tail queue)" "(run-queue-tail no-such-variable)"))
+    (signals error (plant "(run-queue-tail queue)" "(run-queue-tail)"))
+    (signals error (plant "(no-such-function queue)" "0"))))

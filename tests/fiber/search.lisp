@@ -185,7 +185,7 @@ called in a fiber."
           (is-true (enough-p))
           (is-true (enough-p third))
           (is-false (enough-p second) "There is one in front of the second.")
-          (note-look first 10)
+          (note-look first 20)
           (is-true (enough-p))
           (is-false (enough-p third) "The first computes.")
           (sb-fiber::enter-idle group 2)
@@ -195,6 +195,55 @@ called in a fiber."
           (is-true (enough-p third) "Another processor's counter may be ahead.")
           (setf (sb-fiber::fiber-group-processors group) 3)
           (is-false (enough-p)))))))
+
+;;; Prevents: calls that block carriers, and carriers that sleep meanwhile, or are woken for those
+;;; that only have no processor.
+(test who-waits-in-the-kernel-is-not-at-work
+  (with-limit
+    (destructuring-bind (first second) (schedulers 2)
+      (declare (ignore second))
+      (let ((group (sb-fiber::scheduler-group first))
+            (carrier (sb-fiber::%make-carrier nil 0 first))
+            (semaphore (make-semaphore))
+            (stop (make-flag)))
+        (setf (sb-fiber::fiber-group-processors group) 1
+              (sb-fiber::fiber-group-limited-p group) t
+              (sb-fiber::carrier-epoch carrier) 2)
+        (flet ((at-work-after-look-p ()
+                 (note-look first 0)
+                 (sb-fiber::look-at-carrier group carrier (sb-fiber::fiber-now) nil nil)
+                 (sb-fiber::enough-at-work-p group))
+               (begin (function)
+                 (setf (sb-fiber::carrier-thread carrier) (sb-thread:make-thread function)
+                       (sb-fiber::carrier-seen-epoch carrier) 1)))
+          (begin (lambda () (sb-thread:wait-on-semaphore semaphore)))
+          (is-true (at-work-after-look-p) "It may run something else by now.")
+          (is-true (wait-until (not (at-work-after-look-p))))
+          (sb-thread:signal-semaphore semaphore)
+          (sb-thread:join-thread (sb-fiber::carrier-thread carrier))
+          (begin (lambda () (loop until (flag-value stop))))
+          (at-work-after-look-p)
+          (is-true (wait-until (at-work-after-look-p)) "It computes.")
+          (raise-flag stop)
+          (sb-thread:join-thread (sb-fiber::carrier-thread carrier)))))))
+
+;;; Prevents: a second carrier that is woken in place of one that has no processor yet.
+(test who-has-been-woken-is-at-work
+  (with-limit
+    (destructuring-bind (first second third) (schedulers 3)
+      (let ((group (sb-fiber::scheduler-group first)))
+        (setf (sb-fiber::fiber-group-processors group) 2
+              (sb-fiber::fiber-group-limited-p group) t)
+        (note-look first 0)
+        (note-look second 20)
+        (sb-fiber::enter-idle group 2)
+        (sb-fiber::enter-idle group 4)
+        (sb-fiber::call-for-help group)
+        (is (= 4 (sb-fiber::fiber-group-idle group)) "The second is woken.")
+        (is-true (sb-fiber::enough-at-work-p group third))
+        (sb-fiber::call-for-help group)
+        (is (= 4 (sb-fiber::fiber-group-idle group)) "The third is not.")
+        (sb-fiber::leave-idle group 4)))))
 
 ;;; Prevents: carriers that are called for nothing, and fibers for which nobody is.
 (test who-is-called-for-what-is-left
@@ -217,7 +266,7 @@ called in a fiber."
             (is-false (called-p tick) "The first is at work.")
             (is-true (called-p other-work) "It is about to do something else.")
             (is-true (called-p (lambda ()
-                                 (note-look first 10)
+                                 (note-look first 20)
                                  (funcall tick)))
                      "It computes.")
             (take-from first)
@@ -240,7 +289,7 @@ called in a fiber."
                      collect (position (sb-fiber::scheduler-instead-of scheduler group)
                                        schedulers))))
         (is (equal '(0 1 2 0 1) (places)))
-        (note-look (first schedulers) 10)
+        (note-look (first schedulers) 20)
         (is (equal '(nil 1 2 nil 1) (places)) "The first computes.")
         (sb-fiber::enter-idle group 1)
         (is (equal '(0 1 2 0 1) (places)) "It sleeps, and will be woken.")))))

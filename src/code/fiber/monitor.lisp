@@ -13,7 +13,7 @@
 
 ;;; A fiber that computes, or is in a foreign call that waits, keeps its carrier, and does not say
 ;;; so. The monitor of a group, a thread, looks at the carriers every *STUCK-CARRIER-TIME*, or every
-;;; time slice if that is shorter. From a carrier that has run the same fiber all the time it takes
+;;; time slice if that is shorter, or every +LOOK-AT-CROWD+. From a carrier that has run the same fiber all the time it takes
 ;;; the scheduler away, with the queue, the deadlines and the poller, and a spare serves that. The
 ;;; carrier becomes a spare when its fiber parks, and no other has to go on there. The monitor also
 ;;; sees to it that there is a spare.
@@ -253,9 +253,25 @@ counted anew."
       (begin-to-count carrier now))
     (ask-to-yield carrier epoch)))
 
+;;; In nanoseconds, where some carriers of a group sleep because others are at work.
+(defconstant +look-at-crowd+ 2000000)
+
+;;; A carrier that has run the same fiber for two looks, and has a processor or waits for one, is at
+;;; work; one whose fiber waits in the kernel leaves a processor to another.
+(defun note-who-waits (group carrier)
+  "If the scheduler of CARRIER, which has run the same fiber at the last look, is held up by a system
+call of that, let it not be counted as at work in GROUP."
+  (let ((scheduler (carrier-scheduler carrier)))
+    (when (and scheduler
+               (crowded-p group)
+               (waits-in-kernel-p carrier)
+               (= (carrier-epoch carrier) (carrier-seen-epoch carrier)))
+      (seem-held-up (truly-the scheduler scheduler)))))
+
 (defun look-at-carrier (group carrier now period slice)
   (let ((length (length-of-turn carrier now)))
     (when length
+      (note-who-waits group carrier)
       (when (and slice (to-be-asked-p carrier length slice))
         (end-slice carrier now))
       (let ((length (- now (carrier-seen-since carrier))))
@@ -387,6 +403,12 @@ what nobody was called for, now or before."
                (> (length (fiber-group-schedulers group)) (fiber-group-processors group)))
       (call-for-what-is-left group))))
 
+(defun time-until-look (group period slice)
+  "Nanoseconds until the monitor of GROUP looks again, or NIL if it need not."
+  (if period
+      (min period (or slice period) (if (crowded-p group) +look-at-crowd+ period))
+      (or slice (time-until-attempt group))))
+
 (defun run-monitor (group)
   (let ((supported (= 0 (%barrier-everywhere)))
         (slice (fiber-group-time-slice group)))
@@ -395,6 +417,4 @@ what nobody was called for, now or before."
                (start-spare-if-needed group)
                (look-at-carriers group period slice)
                (limit-carriers group (and period (<= period +longest-period-of-limit+)))
-               (doze group (if (and period slice)
-                               (min period slice)
-                               (or period slice (time-until-attempt group))))))))
+               (doze group (time-until-look group period slice))))))

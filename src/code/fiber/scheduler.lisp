@@ -19,6 +19,9 @@
 (deftype cycles-per-millisecond () '(unsigned-byte 40))
 (declaim (type cycles-per-millisecond *cycles-per-millisecond*))
 (define-load-time-global *cycles-per-millisecond* (1- (ash 1 40)))
+;;; Whoever waits for a processor is at work as long as others of the machine have one for a turn or
+;;; two. By the time that is over the monitor looks.
+(defconstant +milliseconds-at-work+ 8)
 ;;; What a fiber may spend before it lets others go on.
 (defconstant +budget+ 1024)
 (defconstant +call-cost+ 32)

@@ -189,7 +189,8 @@ false if nothing is left there."
 
 (defun seem-held-up (scheduler)
   "Let SCHEDULER not be counted as at work until it looks around again."
-  (let ((long-ago (logand (- (%cycle-count) (* 3 *cycles-per-millisecond*)) most-positive-word)))
+  (let ((long-ago (logand (- (%cycle-count) (* 2 +milliseconds-at-work+ *cycles-per-millisecond*))
+                          most-positive-word)))
     (setf (scheduler-looked scheduler) long-ago
           (scheduler-read scheduler) long-ago)))
 
