@@ -123,8 +123,8 @@
 ;;;; front of it in the group puts what it has into the injector and sleeps, and does not care for
 ;;;; the queues of others: the last to go to sleep do. So it is always the same that work, and what
 ;;;; waits for descriptors does so in their pollers. If one of these begins to compute when nobody
-;;;; is called, the monitor calls another at its next look; where it does not look every few
-;;;; milliseconds there is no limit.
+;;;; is called, the monitor calls another as soon as it is not counted any more; where it does not
+;;;; look every few milliseconds there is no limit.
 ;;;;
 ;;;; Interrupting. A thread that wants a fiber to call a function queues the function in the fiber,
 ;;;; and then looks whether the fiber is mounted. If so, it sends a signal to the carrier, whose
@@ -247,14 +247,15 @@ another one."
   (logand (- now before) most-positive-word)) ; many if another processor's counter is behind
 
 (defun at-work-p (scheduler now)
-  "Has SCHEDULER, which is not idle, run something else, or been woken, a short time before NOW, a
-count of cycles, or later? It may have since then."
+  "Has SCHEDULER, which is not idle and not known to be held up, run something else, or been woken,
+a short time before NOW, a count of cycles, or later? It may have since then."
   (declare (scheduler scheduler) (word now))
   (let ((limit (* +milliseconds-at-work+ *cycles-per-millisecond*)))
     (flet ((recent-p (then)
              (<= (cycles-since then (logand (+ now limit) most-positive-word)) (* 2 limit))))
-      (or (recent-p (scheduler-looked scheduler))
-          (recent-p (scheduler-read scheduler))))))
+      (and (not (scheduler-held-up-p scheduler))
+           (or (recent-p (scheduler-looked scheduler))
+               (recent-p (scheduler-read scheduler)))))))
 
 (declaim (inline idle-p))
 (defun idle-p (scheduler idle)

@@ -169,7 +169,8 @@ called in a fiber."
 
 (defun note-look (scheduler milliseconds)
   "Let SCHEDULER have looked around MILLISECONDS ago."
-  (setf (sb-fiber::scheduler-looked scheduler)
+  (setf (sb-fiber::scheduler-held-up-p scheduler) nil
+        (sb-fiber::scheduler-looked scheduler)
         (- (sb-fiber::%cycle-count) (* milliseconds sb-fiber::*cycles-per-millisecond*))))
 
 ;;; Prevents: one that computes, or sleeps, and keeps others from being woken.
@@ -204,28 +205,74 @@ called in a fiber."
       (declare (ignore second))
       (let ((group (sb-fiber::scheduler-group first))
             (carrier (sb-fiber::%make-carrier nil 0 first))
+            (began (make-semaphore))
             (semaphore (make-semaphore))
             (stop (make-flag)))
         (setf (sb-fiber::fiber-group-processors group) 1
-              (sb-fiber::fiber-group-limited-p group) t
-              (sb-fiber::carrier-epoch carrier) 2)
-        (flet ((at-work-after-look-p ()
+              (sb-fiber::fiber-group-limited-p group) t)
+        (flet ((held-up-p (&key (looks 1) new-epoch-p)
                  (note-look first 0)
-                 (sb-fiber::look-at-carrier group carrier (sb-fiber::fiber-now) nil nil)
-                 (sb-fiber::enough-at-work-p group))
+                 (loop repeat looks
+                       do (when new-epoch-p (incf (sb-fiber::carrier-epoch carrier) 2))
+                          (sb-fiber::look-at-carrier group carrier (sb-fiber::fiber-now) nil nil))
+                 (not (sb-fiber::enough-at-work-p group)))
                (begin (function)
-                 (setf (sb-fiber::carrier-thread carrier) (sb-thread:make-thread function)
-                       (sb-fiber::carrier-seen-epoch carrier) 1)))
+                 (setf (sb-fiber::carrier-thread carrier)
+                       (sb-thread:make-thread (lambda ()
+                                                (sb-thread:signal-semaphore began)
+                                                (funcall function)))
+                       (sb-fiber::carrier-epoch carrier)
+                       (+ 2 (logandc2 (sb-fiber::carrier-epoch carrier) 1)))
+                 (sb-thread:wait-on-semaphore began)))
           (begin (lambda () (sb-thread:wait-on-semaphore semaphore)))
-          (is-true (at-work-after-look-p) "It may run something else by now.")
-          (is-true (wait-until (not (at-work-after-look-p))))
+          (is-false (held-up-p :looks 2) "It may have waited for a moment only.")
+          (is-true (wait-until (held-up-p :looks 2)))
+          (is-false (held-up-p :looks 5 :new-epoch-p t) "It runs something else each time.")
+          (setf (sb-fiber::fiber-group-processors group) 2)
+          (held-up-p :looks 5)
+          (is-false (sb-fiber::scheduler-held-up-p first) "No other sleeps for it.")
+          (setf (sb-fiber::fiber-group-processors group) 1)
           (sb-thread:signal-semaphore semaphore)
           (sb-thread:join-thread (sb-fiber::carrier-thread carrier))
           (begin (lambda () (loop until (flag-value stop))))
-          (at-work-after-look-p)
-          (is-true (wait-until (at-work-after-look-p)) "It computes.")
+          (is-true (wait-until (not (held-up-p :looks 5))) "It computes.")
           (raise-flag stop)
           (sb-thread:join-thread (sb-fiber::carrier-thread carrier)))))))
+
+;;; Prevents: blocked carriers that are seen late, and looks for which nobody waits.
+(test when-the-monitor-looks-more-often
+  (with-limit
+    (destructuring-bind (first second) (schedulers 2)
+      (declare (ignore second))
+      (let* ((group (sb-fiber::scheduler-group first))
+             (long (* 10 sb-fiber::+look-at-crowd+)))
+        (setf (sb-fiber::fiber-group-processors group) 1
+              (sb-fiber::fiber-group-limited-p group) t)
+        (flet ((looks (period slice) (sb-fiber::time-until-look group period slice)))
+          (is (= long (looks long nil)) "All are awake.")
+          (sb-fiber::enter-idle group 2)
+          (is (= sb-fiber::+look-at-crowd+ (looks long nil)))
+          (is (= 1000 (looks 1000 nil)))
+          (is (= 5000 (looks long 5000)))
+          (is (= 5000 (looks nil 5000)))
+          (setf (sb-fiber::fiber-group-processors group) 2)
+          (is (= long (looks long nil)) "There is a processor for each."))
+        (sb-fiber::leave-idle group 2)))))
+
+;;; Prevents: a carrier that does something else, and is counted since another has just tried to
+;;; wake it.
+(test who-is-held-up-is-not-at-work-when-it-is-woken
+  (with-limit
+    (destructuring-bind (first second) (schedulers 2)
+      (declare (ignore second))
+      (let ((group (sb-fiber::scheduler-group first)))
+        (setf (sb-fiber::fiber-group-processors group) 1
+              (sb-fiber::fiber-group-limited-p group) t)
+        (sb-fiber::seem-held-up first)
+        (setf (sb-fiber::scheduler-looked first) (sb-fiber::%cycle-count))
+        (is-false (sb-fiber::enough-at-work-p group))
+        (sb-fiber::look-around first)
+        (is-true (sb-fiber::enough-at-work-p group))))))
 
 ;;; Prevents: a second carrier that is woken in place of one that has no processor yet.
 (test who-has-been-woken-is-at-work

@@ -13,10 +13,10 @@
 
 ;;; A fiber that computes, or is in a foreign call that waits, keeps its carrier, and does not say
 ;;; so. The monitor of a group, a thread, looks at the carriers every *STUCK-CARRIER-TIME*, or every
-;;; time slice if that is shorter, or every +LOOK-AT-CROWD+. From a carrier that has run the same fiber all the time it takes
-;;; the scheduler away, with the queue, the deadlines and the poller, and a spare serves that. The
-;;; carrier becomes a spare when its fiber parks, and no other has to go on there. The monitor also
-;;; sees to it that there is a spare.
+;;; time slice or +LOOK-AT-CROWD+ if that is shorter. From a carrier that has run the same fiber all
+;;; the time, and for *STUCK-CARRIER-TIME*, it takes the scheduler away, with the queue, the
+;;; deadlines and the poller, and a spare serves that. The carrier becomes a spare when its fiber
+;;; parks, and no other has to go on there. The monitor also sees to it that there is a spare.
 ;;;
 ;;; For that the carrier is not asked (as it is to end a time slice, see fiber/slice.lisp), and no
 ;;; signal is sent to it: that would make its system call fail with EINTR, and would not be heard
@@ -256,16 +256,19 @@ counted anew."
 ;;; In nanoseconds, where some carriers of a group sleep because others are at work.
 (defconstant +look-at-crowd+ 2000000)
 
-;;; A carrier that has run the same fiber for two looks, and has a processor or waits for one, is at
-;;; work; one whose fiber waits in the kernel leaves a processor to another.
+;;; A carrier that runs the same fiber for some looks, and has a processor or waits for one, is at
+;;; work; one whose fiber waits in the kernel leaves a processor to another. It is to do so at two
+;;; looks, else each collection, after which threads are released one by one, would call others.
 (defun note-who-waits (group carrier)
-  "If the scheduler of CARRIER, which has run the same fiber at the last look, is held up by a system
-call of that, let it not be counted as at work in GROUP."
-  (let ((scheduler (carrier-scheduler carrier)))
+  "If the scheduler of CARRIER, which runs the same fiber as at the last look, is held up by a
+system call of that, let it not be counted as at work in GROUP."
+  (let ((scheduler (carrier-scheduler carrier)) (epoch (carrier-seen-epoch carrier)))
     (when (and scheduler
                (crowded-p group)
+               (at-work-p (truly-the scheduler scheduler) (%cycle-count))
                (waits-in-kernel-p carrier)
-               (= (carrier-epoch carrier) (carrier-seen-epoch carrier)))
+               (= (carrier-epoch carrier) epoch)
+               (= (shiftf (carrier-waiting-epoch carrier) epoch) epoch))
       (seem-held-up (truly-the scheduler scheduler)))))
 
 (defun look-at-carrier (group carrier now period slice)
@@ -405,9 +408,10 @@ what nobody was called for, now or before."
 
 (defun time-until-look (group period slice)
   "Nanoseconds until the monitor of GROUP looks again, or NIL if it need not."
-  (if period
-      (min period (or slice period) (if (crowded-p group) +look-at-crowd+ period))
-      (or slice (time-until-attempt group))))
+  (cond ((and period slice) (min period slice))
+        ((and period (crowded-p group) (/= 0 (fiber-group-idle group)))
+         (min period +look-at-crowd+))
+        (t (or period slice (time-until-attempt group)))))
 
 (defun run-monitor (group)
   (let ((supported (= 0 (%barrier-everywhere)))

@@ -35,8 +35,8 @@
   (deadlines (make-deadline-heap) :type deadline-heap :read-only t)
   ;; How many fibers it has run since it last looked around.
   (ticks 0 :type fixnum)
-  ;; The cycle count when it last looked around; when the counter was last read, and at which
-  ;; tick it is to be read again.
+  ;; The cycle count when it last looked around, or was woken to do so, which others write; when the
+  ;; counter was last read, and at which tick it is to be read again.
   (looked 0 :type word)
   (read 0 :type word)
   (next-reading 1 :type fixnum)
@@ -47,6 +47,8 @@
   (seen (make-array max-group-pollers :element-type 'fixnum :initial-element -1)
    :type (simple-array fixnum (#.max-group-pollers)) :read-only t)
   (left-alone-p nil :type boolean)
+  ;; What others see of it: true while it is not to be counted as at work, until it looks around.
+  (held-up-p nil :type boolean)
   ;; How often it has taken work from others.
   (steals 0 :type fixnum))
 (declaim (freeze-type scheduler))
@@ -65,6 +67,8 @@
   (seen-epoch 0 :type (and unsigned-byte fixnum))
   (seen-since 0 :type fixnum)
   (seen-time 0 :type fixnum)
+  ;; The epoch in which a look found it waiting in the kernel.
+  (waiting-epoch 0 :type (and unsigned-byte fixnum))
   ;; The epoch in which its fiber was asked to yield, and whether it has refused; fibers that have
   ;; yielded so, and until when others go first: see fiber/slice.lisp.
   (asked-epoch 0 :type (and unsigned-byte fixnum))

@@ -107,7 +107,8 @@ time."
 (defun look-around (scheduler &optional too-many-p)
   "Serve deadlines, poller and injector of SCHEDULER without waiting; return a fiber to run, or
 NIL. If TOO-MANY-P, others serve the injector."
-  (setf (scheduler-ticks scheduler) 0
+  (setf (scheduler-held-up-p scheduler) nil
+        (scheduler-ticks scheduler) 0
         (scheduler-next-reading scheduler) 1
         (scheduler-looked scheduler) (%cycle-count))
   (collect-expired scheduler)
@@ -189,10 +190,7 @@ false if nothing is left there."
 
 (defun seem-held-up (scheduler)
   "Let SCHEDULER not be counted as at work until it looks around again."
-  (let ((long-ago (logand (- (%cycle-count) (* 2 +milliseconds-at-work+ *cycles-per-millisecond*))
-                          most-positive-word)))
-    (setf (scheduler-looked scheduler) long-ago
-          (scheduler-read scheduler) long-ago)))
+  (setf (scheduler-held-up-p scheduler) t))
 
 (defun shed-work (scheduler group fiber)
   "Let other schedulers of GROUP, of which enough are at work, run FIBER, if it is not NIL, and what

@@ -419,7 +419,7 @@ kept."
 (defun steps::poller-to-wait-in (fiber)
   (sb-fiber::scheduler-poller (steps::nearest-scheduler fiber)))
 
-;;; Nobody computes for longer than a millisecond.
+;;; Nobody computes for long.
 (defun steps::at-work-p (scheduler now) (declare (ignore scheduler now)) t)
 
 (defun steps::scheduling-p (carrier) (declare (ignore carrier)) nil)
