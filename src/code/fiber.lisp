@@ -119,12 +119,13 @@
 ;;;; work*: not idle, and with a turn that is no older than some milliseconds, so that those that
 ;;;; compute for long are not counted, but those that wait for a processor are, and so is at once
 ;;;; who has been woken. Nor are those whose fibers the monitor sees wait in the kernel, where it
-;;;; looks more often for that. While so many are, nobody is woken; a carrier that finds so many in
-;;;; front of it in the group puts what it has into the injector and sleeps, and does not care for
-;;;; the queues of others: the last to go to sleep do. So it is always the same that work, and what
-;;;; waits for descriptors does so in their pollers. If one of these begins to compute when nobody
-;;;; is called, the monitor calls another as soon as it is not counted any more; where it does not
-;;;; look every few milliseconds there is no limit.
+;;;; looks more often for that, nor, for some looks after it has, those whose turn is older than a
+;;;; millisecond: they are likely to do so, too. While so many are, nobody is woken; a carrier that
+;;;; finds so many in front of it in the group puts what it has into the injector and sleeps, and
+;;;; does not care for the queues of others: the last to go to sleep do. So it is always the same
+;;;; that work, and what waits for descriptors does so in their pollers. If one of these begins to
+;;;; compute when nobody is called, the monitor calls another as soon as it is not counted any more;
+;;;; where it does not look every few milliseconds there is no limit.
 ;;;;
 ;;;; Interrupting. A thread that wants a fiber to call a function queues the function in the fiber,
 ;;;; and then looks whether the fiber is mounted. If so, it sends a signal to the carrier, whose
@@ -241,16 +242,24 @@ another one."
       (with-pinned-objects (carrier)
         (%futex-wake (carrier-wake-word-address carrier) 1)))))
 
-(declaim (inline cycles-since at-work-p))
+(declaim (inline cycles-since calls-block-p at-work-p))
 (defun cycles-since (before now)
   (declare (word before now))
   (logand (- now before) most-positive-word)) ; many if another processor's counter is behind
+
+(defun calls-block-p (group)
+  "Has the monitor of GROUP lately seen a fiber that waited in the kernel?"
+  (declare (fiber-group group))
+  (> (fiber-group-blocking-looks group) 0))
 
 (defun at-work-p (scheduler now)
   "Has SCHEDULER, which is not idle and not known to be held up, run something else, or been woken,
 a short time before NOW, a count of cycles, or later? It may have since then."
   (declare (scheduler scheduler) (word now))
-  (let ((limit (* +milliseconds-at-work+ *cycles-per-millisecond*)))
+  (let ((limit (* (if (calls-block-p (truly-the fiber-group (scheduler-group scheduler)))
+                      +milliseconds-where-calls-block+
+                      +milliseconds-at-work+)
+                  *cycles-per-millisecond*)))
     (flet ((recent-p (then)
              (<= (cycles-since then (logand (+ now limit) most-positive-word)) (* 2 limit))))
       (and (not (scheduler-held-up-p scheduler))

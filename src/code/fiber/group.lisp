@@ -71,8 +71,8 @@ enough descriptors."
   "Start a group of CARRIER-COUNT carriers, an integer from 1 to 62, submit FIBERS, a fiber or a
 list of fibers, to it, and return the group. The carriers run in the background until
 FINISH-FIBERS. By default there are as many as PROCESSOR-COUNT returns. Of more than that the rest
-sleep, unless fibers compute for longer than 8 ms, or wait in the kernel for longer than some
-milliseconds, on those that do not.
+sleep, unless fibers compute for longer than 8 ms, or wait in the kernel for longer than 2 ms, on
+those that do not.
 
 If FIBERS is NIL and there is no default group, the group becomes the default group, which
 SUBMIT-FIBER, FINISH-FIBERS and FIBER-GROUP-STATISTICS call T. POLLER says how descriptors for

@@ -254,21 +254,23 @@ counted anew."
     (ask-to-yield carrier epoch)))
 
 ;;; In nanoseconds, where some carriers of a group sleep because others are at work.
-(defconstant +look-at-crowd+ 2000000)
+(defconstant +look-at-crowd+ 1000000)
+(defconstant +blocking-looks+ 100)
 
 ;;; A carrier that runs the same fiber for some looks, and has a processor or waits for one, is at
 ;;; work; one whose fiber waits in the kernel leaves a processor to another. It is to do so at two
 ;;; looks, else each collection, after which threads are released one by one, would call others.
 (defun note-who-waits (group carrier)
   "If the scheduler of CARRIER, which runs the same fiber as at the last look, is held up by a
-system call of that, let it not be counted as at work in GROUP."
+system call of that, let it not be counted as at work in GROUP, and expect more of that."
   (let ((scheduler (carrier-scheduler carrier)) (epoch (carrier-seen-epoch carrier)))
     (when (and scheduler
                (crowded-p group)
-               (at-work-p (truly-the scheduler scheduler) (%cycle-count))
+               (not (scheduler-held-up-p (truly-the scheduler scheduler)))
                (waits-in-kernel-p carrier)
                (= (carrier-epoch carrier) epoch)
                (= (shiftf (carrier-waiting-epoch carrier) epoch) epoch))
+      (setf (fiber-group-blocking-looks group) +blocking-looks+)
       (seem-held-up (truly-the scheduler scheduler)))))
 
 (defun look-at-carrier (group carrier now period slice)
@@ -284,6 +286,7 @@ system call of that, let it not be counted as at work in GROUP."
 (defun look-at-carriers (group period slice)
   "Relieve the carriers of GROUP that are stuck, if PERIOD is the time after which they are, and ask
 the fibers to yield that have run for as long as SLICE; both in nanoseconds, or NIL."
+  (when (calls-block-p group) (decf (fiber-group-blocking-looks group)))
   (let ((now (fiber-now)))
     (dolist (carrier (fiber-group-carriers group))
       (look-at-carrier group carrier now period slice))))

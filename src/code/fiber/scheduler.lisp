@@ -20,8 +20,9 @@
 (declaim (type cycles-per-millisecond *cycles-per-millisecond*))
 (define-load-time-global *cycles-per-millisecond* (1- (ash 1 40)))
 ;;; Whoever waits for a processor is at work as long as others of the machine have one for a turn or
-;;; two. By the time that is over the monitor looks.
+;;; two. Where calls that block are seen, a long turn is taken for such a call.
 (defconstant +milliseconds-at-work+ 8)
+(defconstant +milliseconds-where-calls-block+ 1)
 ;;; What a fiber may spend before it lets others go on.
 (defconstant +budget+ 1024)
 (defconstant +call-cost+ 32)
@@ -111,6 +112,8 @@ it."
   ;; Why there are no more processors: the second value of PROCESSOR-COUNT.
   (limit :affinity :type symbol)
   (limited-p nil :type boolean)
+  ;; For how many looks of the monitor calls that block are expected, since one was seen.
+  (blocking-looks 0 :type index)
   ;; After how many nanoseconds a fiber is to yield, or NIL.
   (time-slice nil :type (or null (and unsigned-byte fixnum)))
   (carriers '() :type list)
