@@ -260,6 +260,7 @@ counted anew."
 ;;; A carrier that runs the same fiber for some looks, and has a processor or waits for one, is at
 ;;; work; one whose fiber waits in the kernel leaves a processor to another. It is to do so at two
 ;;; looks, else each collection, after which threads are released one by one, would call others.
+;;; LIMIT-CARRIERS, after the look, calls for what nobody was called for.
 (defun note-who-waits (group carrier)
   "If the scheduler of CARRIER, which runs the same fiber as at the last look, is held up by a
 system call of that, let it not be counted as at work in GROUP, and expect more of that."

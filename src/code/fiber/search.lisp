@@ -18,6 +18,9 @@
 ;;;    for no longer than +NAP+;
 ;;;  - a bit of IDLE is set only while that scheduler's carrier is in SLEEP-IN-POLLER, and cleared
 ;;;    by it or by the thread that wakes it; SLEEP of its poller is not 0 meanwhile.
+;;;  - HELD-UP-P of a scheduler is true from SEEM-HELD-UP, of its carrier or of the monitor, to its
+;;;    next LOOK-AROUND. Where the monitor is late it is true for one that is at work, which costs
+;;;    a wake-up; who sets it executes a full barrier and calls for what is left.
 ;;; Why no wake-up is lost between them is told at the head of fiber.lisp.
 
 ;;; Where much is queued little is added: what is woken long before it runs is in no cache any more.
